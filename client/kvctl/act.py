@@ -156,8 +156,8 @@ def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def run_kvstored(words: Sequence[str]) -> int:
-    """Run the program kvstored with the arguments `words` and return its exit status. The program is this
-    installation's or, failing that, the one on the path.
+    """Run the program kvstored with the arguments `words` and return its exit status. The program is the one of this
+    installation or, if that has none, the first one on the PATH.
     """
     beside = Path(sys.executable).with_name("kvstored")
     program = str(beside) if beside.is_file() else shutil.which("kvstored")

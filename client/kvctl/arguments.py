@@ -131,8 +131,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def words_for_kvstored(argv: Sequence[str]) -> list[str]:
-    """Return the arguments for the program kvstored if the command line concerns recordings, otherwise []. Of kvctl's
-    options before the action, kvstored gets only --json, because the others mean nothing to it.
+    """Return the arguments with which to run kvstored if the command line `argv` concerns recordings, otherwise []. Of
+    kvctl's options before the action only --json is passed on, because kvstored has no use for the others.
     """
     if not any(action in argv for action in OF_RECORDINGS):  # nearly always: no parser is made for nothing
         return []

@@ -42,7 +42,9 @@ _PROBE = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # st
 
 @dataclass(slots=True)
 class Figure:
-    """The measured times of one kind of request. `against` names the figure to compare them with."""
+    """The measured times of one kind of request in a benchmark. `against` is the name of another figure to compare them
+    with.
+    """
 
     name: str
     nbytes: int = 0
@@ -210,8 +212,8 @@ class _BenchmarkRun:
 
 
 def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
-    """Check that the blocks of the benchmark fit into DRAM beside those already there, and return warnings. Raises
-    CommandError if they do not fit, unless the user forced the run.
+    """Check that the blocks of the benchmark fit into DRAM beside the stored blocks, and return warnings. `directory`
+    has the daemon's sockets. Raises CommandError if the blocks do not fit, unless the user forced the run.
     """
     need_bytes = arguments.blocks * slot_bytes(arguments.block_size)
     try:
@@ -267,7 +269,9 @@ def _render(arguments: argparse.Namespace, figures: dict[str, Figure]) -> str:
 
 
 def ping(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Measure the time of empty messages, over a connection that only reads. Raises CommandError."""
+    """Measure the time of empty messages to the daemon whose sockets are in `directory`, over a session that only
+    reads. Raises CommandError.
+    """
     with open_session(directory, _PROBE, arguments.timeout) as session:
         trips = [session.ping(arguments.timeout) for _ in range(arguments.count)]
     times = sorted(trip for trip in trips if trip is not None)

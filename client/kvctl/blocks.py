@@ -132,8 +132,8 @@ def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 def with_terms(
     columns: Sequence[str], rows: Sequence[Sequence[str]], blocks: Sequence[explain.BlockStatus]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the table of `blocks` (headings and rows) with an additional column for each of `_TERMS` that any of them
-    has.
+    """Return the table of `blocks` (`columns` are its headings) with a further column for each term, such as an expiry
+    or a pin, that any of the blocks has.
     """
     wider, cells_of = [list(row) for row in rows], [_terms(block) for block in blocks]
     names = [name for at, name in enumerate(_TERMS) if any(cells[at] for cells in cells_of)]

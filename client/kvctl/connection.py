@@ -65,8 +65,8 @@ _CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
 def open_session(
     directory: Path, fingerprint: Fingerprint, timeout_s: float, *, staging_bytes: int = 0
 ) -> Iterator[Session]:
-    """Connect to the daemon and yield the session. Raises CommandError, also if the daemon refuses a request made in
-    the `with` block.
+    """Connect to the daemon whose sockets are in `directory`, and yield the session. It waits at most `timeout_s`
+    seconds. Raises CommandError, also if the daemon refuses a request made in the `with` block.
     """
     try:
         with connect(
@@ -87,15 +87,15 @@ def open_session(
 
 
 def in_words(reason: str) -> str:
-    """Return a sentence that explains the `reason` why blocks were not served, or `reason` itself if there is no such
-    sentence.
+    """Return a sentence that explains `reason`, the word by which a client says why blocks were not served. Return
+    `reason` itself if there is no sentence for it.
     """
     return _SENTENCES.get(reason, reason)
 
 
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
-    """Return the error of a command that could not get the blocks described by `what`. `reason` is the one that the
-    client gave.
+    """Return the error of a command that could not get the blocks described by `what`. `reason` is the client's word
+    for the cause, `timeout_s` the seconds that the command waited, and `facts` are further facts for --json.
     """
     if reason == REASON_NO_DAEMON:
         return CommandError(UNREACHABLE, f"{what}: the daemon went away")
@@ -108,7 +108,7 @@ def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> Comm
 
 
 class AdminSocket:
-    """A context manager for calls to the daemon over the admin socket in a socket directory."""
+    """A context manager for calls to the daemon over its admin socket, which is in the daemon's socket directory."""
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self.directory = directory
@@ -119,8 +119,8 @@ class AdminSocket:
         self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)
 
     def call(self, method: str, request: Message, reply_type: type[Reply], *, longer_s: float = 0.0) -> Reply:
-        """Make one unary call and return its reply. `longer_s` is the additional time, in seconds, that the daemon may
-        take for the work itself.
+        """Call `method` of the daemon's admin service with `request`, and return its reply. `longer_s` is the
+        additional time, in seconds, that the daemon may take for the work itself.
         """
         rpc: Callable[..., object] = getattr(self._stub, method)
         try:
@@ -168,8 +168,8 @@ def _probe(path: Path) -> None:
 
 @contextmanager
 def explain_source(directory: Path, timeout_s: float) -> Iterator[Ask]:
-    """Yield a function that asks the daemon for explanations, over the admin socket or over a session. Raises
-    CommandError if neither works.
+    """Yield a function that asks the daemon for explanations of blocks, over the admin socket or, if this user may not
+    use it, over a session. Raises CommandError if neither works.
     """
     try:
         admin = AdminSocket(directory, timeout_s)

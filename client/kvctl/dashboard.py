@@ -25,7 +25,10 @@ _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yel
 
 
 def render(shot: DaemonSnapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
-    """Return the lines of the whole screen. A `height` of 0 means as many lines as needed."""
+    """Return the lines of the whole screen of `kvctl top`, which shows the figures of `shot`. `width` and `height` are
+    the terminal's size in characters; a `height` of 0 means as many lines as needed. `clock` is the time as text, and
+    `note` a message for the user.
+    """
     width = max(width, MIN_WIDTH)
     samples = shot.samples
     above = [_head(shot, width, clock, note), _tiers(shot, samples, width), _hits(shot, samples, width)]

@@ -28,8 +28,8 @@ _FIELDS: Final = {  # of events that are arrays, in order
 
 
 def events(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Show where KV events are published, or follow the events. Raises CommandError if none are published or a package
-    is missing.
+    """Show where the daemon publishes KV events (messages to routers), or follow the events. Raises CommandError if
+    none are published or a Python package is missing.
     """
     with AdminSocket(directory, arguments.timeout) as admin:
         settings = _settings(admin)

@@ -235,7 +235,7 @@ def render_chain(
 
 
 def reason_text(block: wire.BlockExplanation) -> str:
-    """Return a sentence that explains why a get cannot return the block, or "" if it can."""
+    """Return a sentence that explains why a get cannot return the block that `block` describes, or "" if it can."""
     if block.state == "filling":
         return "it is being written"
     if block.state == "stored":

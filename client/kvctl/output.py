@@ -74,7 +74,9 @@ def _value(value: Any) -> Any:
 
 
 class CommandError(Exception):
-    """A command ended without success. The error has a message for people, an exit code, and facts for `--json`."""
+    """The error of a command that ended without success. It has a message for people, an exit code, and facts for
+    `--json`.
+    """
 
     def __init__(self, exit_code: int, message: str, **facts: Any) -> None:
         super().__init__(message)

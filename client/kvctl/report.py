@@ -41,7 +41,7 @@ _TENANTS = (
 
 
 def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    """Write the HTML page to `arguments.output` or to standard output. Raises CommandError."""
+    """Write an HTML page about the daemon to the file `arguments.output` or to standard output. Raises CommandError."""
     to_stdout = arguments.output == "-"
     if to_stdout and arguments.json:
         raise CommandError(USAGE, "report --json says on standard output what it did: name a file for the page")
@@ -66,7 +66,9 @@ def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def document(shot: DaemonSnapshot, coarse: SampleHistory) -> str:
-    """Return the HTML page. `coarse` has the samples that go back furthest."""
+    """Return an HTML page about the daemon, from the figures in `shot`. `coarse` has the samples that reach back
+    furthest.
+    """
     status = shot.status
     fine = shot.samples
     body = [markup.tiles(_facts(shot))]

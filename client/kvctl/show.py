@@ -90,7 +90,7 @@ def _forms(tier: wire.TierStatus) -> str:
 
 
 def tier_cells(tier: wire.TierStatus) -> list[str]:
-    """Return the cells of a tier's row, in the columns `TIER_HEADINGS`."""
+    """Return the cells of the row for `tier` in the table of tiers, in the order of the columns `TIER_HEADINGS`."""
     return [
         tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
         human_share(tier.used_bytes, tier.capacity_bytes), human_count(tier.blocks), human_count(tier.hits),
@@ -142,7 +142,7 @@ def _by_use(used_by: Mapping[str, int]) -> str:
 
 
 def budget_line(status: wire.StatusReply) -> str:
-    """Return the line about the write budget, or "" if there is no NVMe tier."""
+    """Return the line of `kvctl status` about the budget of writes to NVMe, or "" if there is no NVMe tier."""
     if not status.HasField("endurance"):
         return ""
     budget = status.endurance
@@ -169,7 +169,7 @@ def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
-    """Return the accounts in the order of the bytes that they hold, largest first."""
+    """Return `accounts` sorted by the bytes that each account holds, largest first."""
     return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
 
 

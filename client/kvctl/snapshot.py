@@ -20,7 +20,7 @@ Values = list[float]
 
 @dataclass(frozen=True, slots=True)
 class DaemonSnapshot:
-    """The daemon's replies of one moment, unchanged."""
+    """The daemon's replies to four requests about its state, taken at one moment and unchanged."""
 
     status: wire.StatusReply
     tiers: wire.TiersReply
@@ -44,7 +44,10 @@ class DaemonSnapshot:
 def take_snapshot(
     admin: AdminSocket, *, since_s: float, settings: bool = False, resolution_s: int = 0
 ) -> DaemonSnapshot:
-    """Make four calls to the daemon and return the replies as a snapshot. Raises CommandError."""
+    """Ask the daemon for its status, tiers, tenants and samples, and return the replies as a snapshot. The samples
+    begin `since_s` seconds ago, and each covers `resolution_s` seconds, or the daemon's default if it is 0. With
+    `settings` the daemon's settings come too. Raises CommandError.
+    """
     request = wire.HistoryRequest(resolution_s=resolution_s, since_s=since_s, settings=settings)
     return DaemonSnapshot(
         admin.call("Status", wire.StatusRequest(), wire.StatusReply),
@@ -63,7 +66,7 @@ def without_nan(value: Any) -> Any:
 
 
 class SampleHistory:
-    """The daemon's samples of one resolution, oldest first."""
+    """The daemon's samples of its figures at one resolution, oldest first."""
 
     def __init__(self, reply: wire.HistoryReply) -> None:
         self.resolution_s = reply.resolution_s
@@ -76,34 +79,42 @@ class SampleHistory:
         return len(self.at_s)
 
     def subjects(self, scope: str) -> list[str]:
-        """Return the subjects of `scope` (tiers, tenants, lanes, verbs or causes), in the daemon's order."""
+        """Return the names in `scope` (tiers, tenants, lanes, verbs or causes) that the samples have figures of, in the
+        daemon's order.
+        """
         return list(dict.fromkeys(subject for kind, subject, _ in self._series if kind == scope))
 
     def values(self, scope: str, subject: str, name: str) -> Values:
-        """Return the series `name` of a subject: a level or a count for each sample."""
+        """Return the figure `name` of `subject` in `scope` over time: a level, or a count of events, for each
+        sample.
+        """
         found = self._series.get((scope, subject, name))
         return [math.nan] * len(self) if found is None else list(found)
 
     def rates(self, scope: str, subject: str, name: str) -> Values:
-        """Return the series `name` of a subject as rates: the count of each sample, per second."""
+        """Return the count `name` of `subject` in `scope` over time, as events a second for each sample."""
         counts = self.values(scope, subject, name)
         return [count / span if span > 0 else math.nan for count, span in zip(counts, self.span_s, strict=True)]
 
     def lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the count over the samples of the last `seconds`, or 0 if nothing is known."""
+        """Return the sum of the count `name` of `subject` in `scope` over the samples of the last `seconds`, or 0 if
+        nothing is known.
+        """
         return sum(known(self.values(scope, subject, name)[self._first(seconds) :]))
 
     def rate_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the rate per second over the samples of the last `seconds`."""
+        """Return the mean rate a second of the count `name` of `subject` over the samples of the last `seconds`."""
         covered_s = sum(self.span_s[self._first(seconds) :])
         return self.lately(scope, subject, name, seconds) / covered_s if covered_s > 0 else 0.0
 
     def worst_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the highest level of the last `seconds`, or NaN if nothing is known."""
+        """Return the highest value of the level `name` of `subject` in the last `seconds`, or NaN if nothing is
+        known.
+        """
         return max(known(self.values(scope, subject, name)[self._first(seconds) :]), default=math.nan)
 
     def middle_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the median level of the last `seconds`, or NaN if nothing is known."""
+        """Return the median of the level `name` of `subject` in the last `seconds`, or NaN if nothing is known."""
         levels = sorted(known(self.values(scope, subject, name)[self._first(seconds) :]))
         return levels[len(levels) // 2] if levels else math.nan
 
@@ -116,7 +127,9 @@ class SampleHistory:
 
 
 def hit_ratios(samples: SampleHistory) -> list[float]:
-    """Return the share of the requested blocks that was served, for each sample. It is NaN if nothing was requested."""
+    """Return for each sample the share of the blocks requested by gets that the daemon could serve. It is NaN if none
+    were requested.
+    """
     served = samples.values("daemon", "", "acquired_blocks")
     missed = [0.0] * len(samples)
     for cause in samples.subjects("miss"):

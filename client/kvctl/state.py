@@ -51,7 +51,9 @@ def check_state(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def state(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Return the databases of the daemon's small state, or the entries of one."""
+    """Return a list of the databases in the daemon's state directory, or the entries of the database that `arguments`
+    name.
+    """
     request = wire.StateRequest(database=arguments.database, first=arguments.first, limit=arguments.limit)
     if arguments.state_dir is not None:
         reply = _asked_of_file(request, arguments.state_dir)
@@ -77,7 +79,7 @@ def state(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 def line_of(entry: Mapping[str, object]) -> str:
-    """Return the text of one entry, on one line."""
+    """Return the text of `entry`, an entry of a database, on one line."""
     return "  ".join(f"{name}={value}" for name, value in entry.items())
 
 

@@ -32,8 +32,8 @@ _RUN: Final = re.compile(r"([0-9]{1,10})-([0-9]{1,10})")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a command: a named object or a token prefix. For a token prefix `name` is None. For a named object
-    `tokens` is empty, and the head of the object has its length.
+    """The blocks that a command is about: a named object or a token prefix. For a token prefix `name` is None. For a
+    named object `tokens` is empty, and its length is only known from the head of the object.
     """
 
     label: str
@@ -49,8 +49,8 @@ class Target:
 
 
 def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
-    """Return the target that the command-line options name. If they give a fingerprint by its digest, ask the daemon
-    for it.
+    """Return the object or token prefix that the command-line options name. If they give the fingerprint by its digest,
+    ask the daemon, whose sockets are in `directory`, for the whole fingerprint.
     """
     if arguments.name is not None:
         if not arguments.name or len(arguments.name.encode(errors="surrogateescape")) > MAX_NAME_BYTES:
@@ -122,7 +122,9 @@ def _token(word: str, where: str) -> int:
 
 
 def fingerprint_digits(given: str) -> str:
-    """Return the digits of a fingerprint option: DIGEST alone, or MODEL:DIGEST [for ACCOUNT] as listings show it."""
+    """Return the hexadecimal digits in `given`, the value of a fingerprint option: DIGEST alone, or MODEL:DIGEST [for
+    ACCOUNT] as listings show it.
+    """
     digits = given.rpartition(":")[2].partition(" ")[0]
     if not _DIGEST.fullmatch(digits):
         raise CommandError(

@@ -60,11 +60,9 @@ def _in_thread(
 
 class AsyncSession:
     """A session with the daemon for asyncio, made by `kvstore_client.aio.connect`. It runs the calls of the synchronous
-    `session` in `threads` threads. At most `threads` calls are in flight, and further calls wait for a free thread.
-
-    Cancelling a call stops the waiting, not the call: a put continues to its end. Payload functions of a put run in a
-    thread. A lease is the synchronous one: reading and releasing it do not block; call its `renew`, which asks the
-    daemon, through `asyncio.to_thread`.
+    `session` in `threads` threads; further calls wait for a free thread. Cancelling a call stops the waiting, not the
+    call: a put continues to its end. Payload functions of a put run in a thread. A get returns an ordinary `Lease`:
+    reading and releasing it do not block, but its `renew` asks the daemon, so call that through `asyncio.to_thread`.
     """
 
     def __init__(self, session: Session, threads: int = DEFAULT_THREADS) -> None:
@@ -113,7 +111,9 @@ class AsyncSession:
         return LayerStreams(AsyncLeaseStream(stream, self._submit) for stream in streams)
 
     def wake(self) -> None:
-        """Start `Session.wake` in a thread, without waiting for its end."""
+        """Prepare the daemon for a call that follows soon, as `Session.wake` does. It runs in a thread, and this call
+        does not wait for its end.
+        """
         self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:

@@ -19,8 +19,9 @@ _dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of 
 
 
 class Anchor:
-    """An object that a lease and all arrays over its blocks refer to. When the last of them is freed, the anchor notes
-    `release`, and the next request calls it to give the lease back. Without `release` nothing is given back.
+    """An object that a lease and all arrays over its blocks refer to, so that the lease is given back after the last of
+    them is freed. The next request to the daemon then calls `release`, which gives the lease back. If `release` is
+    None, nothing is given back.
     """
 
     __slots__ = ("_pid", "_release")
@@ -39,7 +40,7 @@ class Anchor:
         self._release = release
 
     def let_go(self) -> None:
-        """Forget the function that gives the lease back, because the lease was released already, or was never used."""
+        """Forget the function that gives the lease back, because the lease was already released or was never used."""
         self._release = None
 
     def __del__(self) -> None:

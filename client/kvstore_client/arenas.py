@@ -41,9 +41,10 @@ class Mappings(Protocol):
 
 
 class OpenArena(NamedTuple):
-    """A mapped arena (shared memory of the daemon) with an open `descriptor` of it, whose present pages shall be
-    entered into this process's page table. `entered` notes the pages that are there already, if the arena is written
-    to. `rest` is the pause after each slice of pages, as a multiple of the time that the slice took.
+    """A mapped arena (shared memory of the daemon) whose existing pages are still to be entered into this process's
+    page table. `descriptor` is an open file descriptor of it. `entered` records the pages that were entered already, if
+    the arena is written to. `rest` is the pause after each slice of pages, as a multiple of the time that the slice
+    took.
     """
 
     memory: Bytes
@@ -54,8 +55,8 @@ class OpenArena(NamedTuple):
 
 class Arenas:
     """The arenas (shared memory of the daemon) that one session has mapped to read. `announced` holds the numbers of
-    the arenas that the daemon has now, `mapped` the arenas that are mapped already, by number. If `mappings` is
-    given, it receives each arena, and `map_announced` maps all of them, whatever its limit.
+    the arenas that the daemon has now, and `mapped` the mapped arenas by number. If `mappings` is given, it receives
+    each arena, and `map_announced` ignores its limit in bytes.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class StreamHealth(Protocol):
 
 
 class CallStream(Protocol):
-    """A stream of requests to the daemon, as one call uses it: to wait for its answers, or to stop waiting."""
+    """A stream of requests to the daemon, with the methods by which a `Call` waits for its answers or stops waiting."""
 
     @property
     def health(self) -> StreamHealth: ...
@@ -131,7 +131,9 @@ class Call:
     # For the stream
 
     def taken(self) -> wire.Response | None:
-        """Remove and return the first answer that was read and not yet returned, or return None if there is none."""
+        """Remove and return the earliest answer to this request that has arrived and was not returned yet. Return None
+        if there is no such answer.
+        """
         return self._answers.popleft() if self._answers else None
 
     def is_answered(self) -> bool:

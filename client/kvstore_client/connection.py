@@ -29,10 +29,10 @@ Wait = Callable[[threading.Event, float], bool]
 
 
 class Connection:
-    """The connection of one client to the daemon, over all sessions and failures. While the daemon is lost or silent
-    the connection is degraded, and a background thread tries again with growing pauses. It receives the reports of
-    streams and calls (`StreamHealth`). `connect_timeout_s` limits each attempt; tests inject `open_session`, `wait`
-    and `rng`.
+    """The connection of one client to the daemon, which lasts over all sessions and failures. While the daemon is lost
+    or silent the connection is degraded, and a background thread tries to connect again with growing pauses. It
+    receives the reports of streams and calls (`StreamHealth`). Each attempt takes at most `connect_timeout_s` seconds.
+    `open_session` opens a session, `wait` waits between attempts, and `rng` gives random pauses.
     """
 
     def __init__(
@@ -229,8 +229,8 @@ class Backoff:
 
 
 class Breaker:
-    """A counter of requests without an answer. It is open after `limit` timeouts in a row, and any answer of the daemon
-    closes it again.
+    """A counter of consecutive requests without an answer, which decides when a connection counts as degraded. It is
+    open (degraded) after `limit` timeouts in a row. Any answer of the daemon closes it.
     """
 
     def __init__(self, limit: int = 3) -> None:

@@ -54,9 +54,9 @@ def waiting_ms(deadline_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """The settings of a client that hold for every session: the `directory` of the daemon's sockets, and what the
-    client says of itself in a handshake. `deadline_s` is for a call without its own deadline. `device` is the CUDA
-    device where leases may be read, beside host memory.
+    """The settings of a client that hold for every session: the `directory` of the daemon's sockets, and the client's
+    description of itself for a handshake. `deadline_s` holds for a call without its own deadline. `device` is the CUDA
+    device on which leased blocks may be read in place, in addition to host memory.
     """
 
     directory: Path
@@ -236,14 +236,14 @@ class DaemonSession:
         return self._handshake.welcome.session_token
 
     def is_alive(self) -> bool:
-        """Return whether this session lasts, so that the daemon still holds its leases. Once False, it stays False."""
+        """Return whether this session still exists, so that the daemon holds its leases. After False it stays False."""
         if not self._dead and not self._handshake.is_alive():
             self._dead = True
         return not self._dead
 
     def reopen_stream(self, timeout_s: float) -> bool:
-        """Open a new stream of requests after the old one ended. Return False if the daemon handed over none within
-        `timeout_s` seconds. Then try again, since the session and its leases still stand.
+        """Open a new stream of requests after the old one ended. Return False if the daemon handed over no stream
+        within `timeout_s` seconds; try again then, since the session and its leases still exist.
         """
         stream = self._open_stream(timeout_s)
         if stream is None:

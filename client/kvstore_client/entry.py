@@ -44,7 +44,9 @@ def connect(
     rng: random.Random | None = None,
 ) -> Session:
     """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
-    /run/kvstored).
+    /run/kvstored). If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and
+    reconnects by itself; with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`,
+    the protocol or the user for good, KVStoreError is raised in both cases.
 
     If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and reconnects by itself;
     with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`, the protocol or the

@@ -99,9 +99,9 @@ def lease_stream(
     clock: Callable[[], float] = time.monotonic,
 ) -> LeaseStream:
     """Ask the daemon for the stored blocks of `prefix`, and return a stream that yields leases on them as they become
-    readable, for `deadline_s` seconds. A prefix longer than one request may be is asked for piece by piece, from the
-    first or, with `order="back"`, from the last. `on_close` gets two numbers when the stream is closed. See
-    `Session.get_stream`.
+    readable, for `deadline_s` seconds. If the prefix is longer than one request may be, its pieces are requested one by
+    one, from the first piece or, with `order="back"`, from the last. `on_close` is called with the number of leased
+    blocks and their payload bytes when the stream is closed. With `verify`, block headers are compared with the prefix.
     """
     until = clock() + deadline_s
     sources = [
@@ -132,9 +132,10 @@ class _Answer(NamedTuple):
 
 
 class Get:
-    """One request to the daemon for the leading blocks of `prefix`, which is a piece of a longer one from block number
-    `first` on. Use it once. `deadline_s` seconds count from its construction. It leases only blocks that are mapped
-    and, with `verify`, whose headers match. It implements `Piece`.
+    """A request to the daemon for the leading blocks of `prefix`, to be sent once. `first` is the number of its first
+    block, if `prefix` is a piece of a longer prefix. `deadline_s` seconds count from the construction. The lease that
+    it returns has only blocks that are mapped in this process and, with `verify`, whose headers match `prefix`. It
+    implements `PrefixPiece`.
     """
 
     def __init__(

@@ -94,9 +94,8 @@ class Handshake:
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
         """Ask the daemon for the lookup index, and return its answer. Return None if there is no answer within
-        `timeout_s` seconds; call again then, since the request is sent once.
-
-        With a timeout of 0 this waits for nothing.
+        `timeout_s` seconds; then call again, which waits for the answer to the same request. A timeout of 0 only looks
+        whether an answer has arrived.
         """
         deadline = time.monotonic() + max(timeout_s, NO_WAIT_S)
         with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):

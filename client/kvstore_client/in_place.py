@@ -52,8 +52,9 @@ class _Requested:
 
 @dataclass(eq=False)
 class InPlacePut(PutPart):
-    """The part of a put that writes blocks straight into the daemon's slots, without a copy in staging. Call `run`
-    once. A block that the lookup index showed as stored, but that the daemon wants, is removed from `believed`.
+    """The part of a put that writes blocks straight into the daemon's slots, without a copy in staging memory. Call
+    `run` once. `_believed` has the blocks that the lookup index showed as stored; a block is removed from it if the
+    daemon wants its bytes nevertheless.
     """
 
     _undecided: list[int] = field(default_factory=list, init=False)
@@ -70,8 +71,8 @@ class InPlacePut(PutPart):
         self._slots, self._size = self._daemon.slots, SlotSize(self._order.group_id, self._order.payload_bytes)
 
     def run(self) -> list[int]:
-        """Put the blocks, and return in order the numbers of the blocks that were not decided, for a put through
-        staging. Raises the errors of payload functions, and KVStoreError if the daemon finds a request wrong.
+        """Put the blocks into slots. Return in order the numbers of the blocks that still have to be put, through
+        staging memory. Raises the errors of payload functions, and KVStoreError if the daemon finds a request wrong.
         """
         try:
             ahead = self._take_ahead()

@@ -53,9 +53,8 @@ class Chunk(Protocol):
 
 
 class LeasedBlock(NamedTuple):
-    """The place of one leased block. `offset` is the place of its header in `arena`, or in `chunk` for a block on a
-    device; then `arena` is a copy of the header alone. The payload follows the header. A get makes up to 64 of
-    these, so it is a tuple.
+    """The place of one leased block in memory. Its header is at `offset` of `arena`, and the payload follows the
+    header. For a block on a device, `offset` is a place in `chunk`, and `arena` is a copy of the header alone.
     """
 
     arena: Bytes
@@ -67,8 +66,8 @@ class LeasedBlock(NamedTuple):
 
 
 class Grant(Protocol):
-    """The daemon's permission to read some blocks, as a lease uses it. Each block has `block_tokens` tokens and
-    `layer_count` layers. The latter is 0 if the fingerprint lists no layers.
+    """The daemon's permission to read some blocks, by which a lease is renewed and released. Each block has
+    `block_tokens` tokens and `layer_count` layers. `layer_count` is 0 if the fingerprint lists no layers.
     """
 
     @property
@@ -95,11 +94,10 @@ class Grant(Protocol):
 
 class Lease:
     """A right to read the first `len(lease)` blocks of a prefix where they are stored. Use it as a context manager:
-    leaving it releases the blocks.
-
-    `reason` says why the run of blocks ends. `promoted_bytes` were read from slower tiers for this lease. After
-    `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and mapping them all would take
-    about `estimated_load_s` seconds.
+    leaving it releases the blocks. `reason` says why the lease has no further blocks. `promoted_bytes` is the number of
+    bytes that were read from slower tiers for this lease. After `get(promote=False)`, `resident_blocks` is the number
+    of leading blocks that can be read in some tier, and a get of all of them would take about `estimated_load_s`
+    seconds.
     """
 
     def __init__(
@@ -143,7 +141,7 @@ class Lease:
 
     @property
     def valid(self) -> bool:
-        """True if the content of the blocks may be trusted now. Check it *after* you used the bytes. A lease on no
+        """True if the content of the blocks may be trusted now. Check it after you used the bytes. A lease without
         blocks is not valid.
         """
         if self._released or not self.held_blocks or self.grant is None or self._clock() >= self.valid_until:
@@ -341,8 +339,8 @@ class JoinedGrant:
         return all(grant.is_alive() for grant in self._grants)
 
     def renew(self) -> float | None:
-        """Renew all grants, one after the other. Return the shortest time in seconds that a grant was given, or None if
-        a grant has ended.
+        """Renew all grants, one after the other. Return the seconds until the first of them ends, or None if a grant
+        has ended already.
         """
         shortest: float | None = None
         for grant in self._grants:

@@ -57,9 +57,9 @@ class PrefixPiece(Protocol):
 
 
 class Rest(NamedTuple):
-    """The later requests for a prefix that takes several requests. `first` is the first block of the piece that is
-    asked for now. The pieces in `following` are asked for one after the other. `expected` says which blocks of the
-    whole prefix are stored.
+    """The later requests of a stream whose prefix takes several requests. `first` is the first block of the piece that
+    is requested now, and `following` are the pieces to request afterwards, in order. `expected` says which blocks of
+    the whole prefix are stored.
     """
 
     first: int
@@ -232,8 +232,8 @@ StreamKind = TypeVar("StreamKind", bound=Closable)
 
 
 class LayerStreams(Generic[StreamKind]):
-    """A sequence of lease streams, one for each requested layer group, in the order in which the groups are loaded. As
-    a context manager it closes all of them.
+    """A sequence of lease streams, one for each requested layer group, in the order in which the groups are loaded.
+    Leaving it as a context manager closes all of the streams.
     """
 
     def __init__(self, streams: Iterable[StreamKind]) -> None:

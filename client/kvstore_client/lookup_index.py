@@ -64,10 +64,9 @@ def map_index(grant: GrantedIndex) -> LookupIndex | str:
 
 
 class IndexSource:
-    """A holder of one session's lookup index, which it requests when the index is first needed. `request(timeout_s)`
-    returns the daemon's grant, or None if there is no answer yet. `clock` returns seconds.
-
-    If `request` is None, the daemon offers no index and `get` always returns None.
+    """A holder of one session's lookup index, which requests the index from the daemon when it is first needed.
+    `request(timeout_s)` returns the daemon's grant, or None if there is no answer yet. If `request` is None, the daemon
+    offers no index, and `get` always returns None. `clock` returns seconds.
     """
 
     def __init__(
@@ -124,8 +123,8 @@ def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, 
 
 
 def usable_blocks(present: Sequence[bool], kind: str, window_blocks: int) -> int:
-    """Return the number of leading blocks from which a layer group of this `kind` can resume, by the daemon's own rule.
-    `present` says for each block of the prefix whether it is stored; `window_blocks` is the length of a sliding
-    window.
+    """Return the largest number of leading blocks after which a layer group of this `kind` can resume, by the rule that
+    the daemon uses too. `present` says for each block of the prefix whether it is stored; `window_blocks` is the length
+    of a sliding window in blocks.
     """
     return restorable_blocks(present, match_of(kind), window_blocks)

@@ -64,13 +64,13 @@ def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
-    """Enter all pages of `memory` into this process's page table, slice by slice, as long as `is_wanted()` is True. It
-    blocks for a long time, so call it in its own thread.
+    """Enter all pages of `memory` into this process's page table, slice by slice, as long as `is_wanted()` is True.
+    Missing pages are made, so use it for memory that this process fills. It blocks for a long time, so call it in its
+    own thread; it rests between slices, to take little of a core.
 
-    It rests between slices, so that it takes little of a core. It does not use a low priority: on a busy machine a
-    low-priority thread holds the interpreter's lock, or the kernel's lock on the address space, for seconds while it
-    waits. A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. It is for memory that this
-    process fills: missing pages are made.
+    A low thread priority would not help: on a busy machine a low-priority thread holds the interpreter's lock, or the
+    kernel's lock on the address space, for seconds while it waits. A first put into untouched pages takes some 1.2 ms a
+    MiB, into touched pages 0.15 ms.
     """
     for offset in range(0, len(memory), SLICE_BYTES):
         length = min(SLICE_BYTES, len(memory) - offset)
@@ -107,13 +107,12 @@ def map_present(
     entered: EnteredPages | None = None,
 ) -> int:
     """Enter the pages of `arena` that exist already into this process's page table, as long as `is_wanted()` is True,
-    and return their bytes. After each slice it pauses for `rest` times the time that the slice took. It records the
-    pages in `entered`. `descriptor` is the arena's, to ask the kernel which pages exist.
+    and return the number of their bytes. After each slice it pauses for `rest` times the time that the slice took. The
+    pages are recorded in `entered`. `descriptor` is the arena's file descriptor.
 
-    A first read of an arena takes about twice as long as a later one. But reading a missing page makes one, which
-    counts against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So
-    the kernel is asked, slice by slice, shortly before: page by page, since SEEK_HOLE walks to the end of the data,
-    which takes 0.5 ms in 64 MiB.
+    A first read of an arena takes about twice as long as a later one. But reading a missing page makes it, which counts
+    against the daemon's capacity. So the kernel is asked page by page, shortly before each slice, which pages exist;
+    SEEK_HOLE would walk to the end of the data, which takes 0.5 ms in 64 MiB.
     """
     offset = done_bytes = 0
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end

@@ -32,8 +32,9 @@ def payloads_of(head: ObjectHead, data: Bytes) -> list[Payload]:
 
 
 def get_head(session: Session, name: str, deadline_s: float) -> tuple[ObjectHead | None, str]:
-    """Return the head of the stored object `name`, and "". If it cannot be read within `deadline_s` seconds, return
-    None and the reason, which is "no_object" if other bytes are stored under its key.
+    """Read the head (the description) of the stored object `name`, and return it and "". If it cannot be read within
+    `deadline_s` seconds, return None and a word for the reason, which is "no_object" if the stored bytes are not an
+    object of that name.
     """
     with session.get(object_tokens(name, 1), deadline_s=deadline_s) as lease:
         if not len(lease):

@@ -67,8 +67,8 @@ def payload_size(payload: Payload) -> int | None:
 
 
 def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
-    """Write token ids into the headers of `count` slots of equal size, which lie one after another in `slots`. `tokens`
-    has the ids of all blocks, packed as int32. If it is None, the headers get no ids.
+    """Write token ids into the headers of `count` consecutive slots of equal size in `slots`. `tokens` has the ids of
+    all blocks, packed as int32. If `tokens` is None, the headers get no ids.
     """
     packed = np.frombuffer(tokens or b"", np.uint8).reshape(count, -1)
     rows = slots.reshape(count, -1)

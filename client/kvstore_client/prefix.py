@@ -56,8 +56,9 @@ class KeyedPrefix:
         return KeyedPrefix(self.daemon, self.fingerprint, self.group, head)
 
     def key_set(self, keys: BlockKeys | None = None) -> wire.KeySet:
-        """Return the message that names `keys`, some of the prefix's keys, to the daemon, with the rule by which blocks
-        of their layer group match. None names all keys, and the key of the block before them.
+        """Return the message that names `keys`, some of the prefix's keys, to the daemon. The message also says how
+        many neighbouring blocks the layer group needs to resume (its match rule). If `keys` is None, it names all keys,
+        and the key of the block before them.
         """
         window = self.group.window_blocks(self.fingerprint.block_tokens)
         match = match_of(self.group.kind)
@@ -66,8 +67,8 @@ class KeyedPrefix:
         return wire.KeySet(group=self.group.group_id, keys=packed, match=match, window_blocks=window, parent=before)
 
     def boundaries(self, present: Sequence[bool]) -> int:
-        """Return, as a set of bits, the block boundaries at which the layer group can resume. `present` says for each
-        block whether it is stored. See `kvstore_proto.matching.boundaries`.
+        """Return the block boundaries at which the layer group can resume, as the bits of a number: bit b is set if it
+        can resume behind the first b blocks. `present` says for each block whether it is stored.
         """
         window = self.group.window_blocks(self.fingerprint.block_tokens)
         return boundaries(present, match_of(self.group.kind), window)

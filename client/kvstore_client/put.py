@@ -79,10 +79,10 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 
 class PendingOutcomes:
-    """A record of the blocks of one put that must be sent again, and of how long another client has been writing each.
-
-    A block whose predecessor was missing is sent again only while a block before it may still be stored. `gave_up` is
-    True once another client was writing a block for longer than `PENDING_PATIENCE_S` seconds.
+    """A record of the blocks of one put that must be sent to the daemon again, and of the time since another client
+    began to write each. A block whose predecessor was missing is sent again only while an earlier block of the put is
+    to be sent again. `gave_up` is True once another client was writing a block for longer than `PENDING_PATIENCE_S`
+    seconds.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class PendingOutcomes:
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Note the daemon's `statuses` of `blocks`, one byte for each. Return the positions in `blocks` that must be
-        sent again before `deadline`. `now` and `deadline` are seconds of one clock.
+        """Note the daemon's answer about `blocks`: `statuses` has one byte for each. Return the positions in `blocks`
+        whose blocks must be sent again before `deadline`. `now` and `deadline` are seconds of the same clock.
         """
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
@@ -134,7 +134,9 @@ class StagedPut(PutPart):
     _is_starved: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """Store the blocks and enter their statuses into the receipt. Raises the errors that `put` raises."""
+        """Store the blocks and enter their statuses into the receipt of the put. Raises the errors of payload
+        functions, and KVStoreError if the daemon finds a request wrong.
+        """
         if self._slot_bytes > len(self._staging.memory):
             self._receipt.reason = REASON_TOO_LARGE
             return

@@ -32,9 +32,9 @@ SEND_EVERY_S = 0.001
 @dataclass(slots=True, eq=False)
 class StoreMessage:
     """One request of a put that names blocks to store. `blocks` are their indices in the receipt. `pages` are the
-    places where their bytes were written: pages of the staging memory lent as `loan`, or slots of `reservation`; 0
-    for a block that was not written. `extents` has the extent of staging memory of each block. `call` is set once it
-    is sent.
+    numbers of the places where their bytes were written: pages of the staging memory lent as `loan`, or slots of
+    `reservation`; 0 stands for a block that was not written. `extents` has the extent of staging memory of each block.
+    `call` is set when the request is sent.
     """
 
     loan: int = 0
@@ -69,9 +69,9 @@ class SlotRun(NamedTuple):
 @dataclass(eq=False)
 class PutPart(ABC):
     """The base of the two ways to put blocks: through staging memory, and in place. It writes blocks, sends their keys,
-    and enters the answers into the receipt; use it once, in the caller's thread. The blocks in `_believed` seem to
-    be stored: they are named without being written until the daemon wants them. A run has at most `run_bytes` bytes,
-    and the last message at most `last_bytes` if that is not 0.
+    and enters the daemon's answers into the receipt. Use it once, in the caller's thread. The blocks in `_believed`
+    seem to be stored: they are named without being written until the daemon wants their bytes. One message stores at
+    most `run_bytes` bytes, and the last message at most `last_bytes` if that is not 0.
     """
 
     _daemon: DaemonSession

@@ -46,8 +46,8 @@ KEYS_A_REQUEST = 4096  # what the daemon explains at once
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An engine's expectation of how a chain will be used, for `Session.hint`, which explains the fields. Raises
-    KVStoreError(INVALID) for values out of range.
+    """An engine's expectation of how a chain of blocks will be used, for `Session.hint`: the chance that it continues,
+    the time of its next use, and the engine's next step. Raises KVStoreError(INVALID) for values out of range.
     """
 
     will_continue: float | None
@@ -74,9 +74,9 @@ class Expectation:
         )
 
     def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expectation, BlockKeys]]:
-        """Split this expectation for a chain of `keys` if one request may name only `most` keys. Yield for each request
-        an expectation and its keys. The next step concerns only the end of the chain, the due time all of its
-        blocks.
+        """Split this expectation about a chain of `keys`, because one request may name at most `most` keys. Yield for
+        each request an expectation and its keys. The next step goes only with the end of the chain, the due time with
+        all of its blocks.
         """
         if len(keys) <= most:
             yield self, keys
@@ -108,8 +108,8 @@ def send_hint(prefix: KeyedPrefix, expected: Expectation) -> int:
 
 def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefetched:
     """Ask the daemon to promote the blocks of `prefix`, which will be needed in `in_s` seconds, up to `budget_bytes`
-    bytes (0: the daemon's default). Return what it does, or what it does of the first pieces if an answer is
-    missing.
+    bytes (0: the daemon's default). Return the numbers of blocks that are in memory and that will be promoted. If an
+    answer is missing, they cover only the pieces of the prefix that were answered.
     """
     resident = scheduled = 0
     in_ms = int(in_s * 1000)
@@ -135,7 +135,7 @@ def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefet
 
 def send_touch(prefix: KeyedPrefix, terms: Terms = NO_TERMS) -> int:
     """Count an access to the leading stored blocks of `prefix`, and set the `terms` on which they are kept. Return the
-    number of these blocks. A request without an answer ends the count.
+    number of these blocks. If the daemon does not answer a request, the blocks behind it are not touched or counted.
     """
     asked = wire.Terms(**terms._asdict())
     touched = 0
@@ -183,7 +183,7 @@ def explain(
 
 def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
     """Delete the blocks of `prefix` from every tier, the last one first, within `deadline_s` seconds, and return the
-    counts. The first request without an answer ends the deletion.
+    counts. If the daemon does not answer a request, the deletion ends there.
     """
     daemon, keys = prefix.daemon, prefix.chain.keys
     total, until = Deleted(), clock() + deadline_s
@@ -226,7 +226,7 @@ def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float]
 
 def lookups(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> list[Lookup]:
     """Ask the daemon in one request which blocks of several `prefixes`, of different layer groups, are stored. Return
-    one answer for each. Together they have no more keys than one request may name.
+    one answer for each prefix. All prefixes together may have no more keys than one request may name.
     """
     sets = [prefix.key_set() for prefix in prefixes]
     request = wire.Request(lookup=wire.Lookup(sets=sets, max_wait_ms=waiting_ms(deadline_s)))

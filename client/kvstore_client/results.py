@@ -38,8 +38,8 @@ REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
 
 def tier_name(code: int) -> str:
-    """Return the name of the tier with the wire's number `code`. A number that this client does not know counts as
-    "absent".
+    """Return the name of the tier with the protocol's number `code`, or "absent" for a number that this client does not
+    know.
     """
     return TIER_NAMES[code] if code < len(TIER_NAMES) else TIER_NAMES[0]
 
@@ -64,12 +64,11 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The last block boundary of a prompt at which every layer group of a model can resume; `blocks` blocks lie before
-    it. `ended_by` is the number of the group that prevents a later boundary, and `reason` says why. They are None
-    and "" if the boundary is the end of the prompt. Without an answer, or for a prompt shorter than a block
-    ("short"), only `reason` is set.
-
-    `LayerGroup.needed_blocks` says which blocks of a group a resume there must load.
+    """The last block boundary of a prompt at which every layer group of a model can resume: `blocks` is the number of
+    blocks before it. `ended_by` is the number of the group that prevents a later boundary, and `reason` says why. They
+    are None and "" if the boundary is the end of the prompt. If the daemon did not answer, or the prompt is shorter
+    than a block ("short"), only `reason` is set. `LayerGroup.needed_blocks` says which blocks of a group must be loaded
+    for the resume.
     """
 
     blocks: int = 0
@@ -82,8 +81,8 @@ class ResumePoint:
 @dataclass(frozen=True, slots=True)
 class Prefetched:
     """The outcome of a prefetch, in blocks: `resident_blocks` are in memory already, `scheduled_blocks` will be
-    promoted. `reason` is "limit" if more blocks are stored, but the budget or the daemon's queue was full, or says
-    why there was no answer for all of the blocks.
+    promoted. `reason` is "limit" if more blocks are stored but the budget or the daemon's queue was full. It says why
+    if the daemon did not answer for all blocks, and is "" otherwise.
     """
 
     resident_blocks: int = 0
@@ -93,11 +92,10 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The outcome of a deletion: counts of blocks by what happened to them. `blocks` were deleted, with `payload_bytes`
-    bytes, and `missing` were not stored. A block is kept while it is leased or moved (`leased`), and while stored
-    blocks outside the request continue it (`continued`), so that no stored chain gets a hole.
-
-    `reason` says why the daemon did not answer for all blocks, or is "".
+    """The outcome of a deletion, as counts of blocks. `blocks` were deleted, with `payload_bytes` bytes, and `missing`
+    were not stored. `leased` were kept because they are leased or being moved. `continued` were kept because stored
+    blocks outside the request continue them, so that no stored chain gets a hole. `reason` says why the daemon did not
+    answer for all blocks, or is "".
     """
 
     blocks: int = 0
@@ -135,9 +133,7 @@ class Statistics:
 
 
 class ClientCounters:
-    """A set of named counters of a session. Each call of `add` or `read` is atomic, whatever number of counters it
-    concerns.
-    """
+    """A set of named counters of a session. Each call of `add` or `read` is atomic for all counters that it names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

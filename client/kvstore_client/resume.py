@@ -34,7 +34,7 @@ KeysByGroup = Mapping[int, BlockKeys]
 
 def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGroup | None) -> list[KeyedPrefix] | None:
     """Return the blocks of a prompt in every layer group, or None while `connection` is degraded. The prompt is given
-    by `tokens`, or by `keys`, which has as many keys for each group, by the group's number. Raises
+    by `tokens`, or by `keys`, which maps each group's number to the keys of all its blocks. Raises
     KVStoreError(INVALID) for a wrong argument.
     """
     groups = [group.group_id for group in connection.options.fingerprint.groups]

@@ -134,14 +134,13 @@ class Session(OpenSession):
         promote: bool = True,
     ) -> Lease:
         """Lease the longest stored prefix of `tokens`, from block `first_block` on and at most `max_blocks` blocks, and
-        return the lease. After a miss it has no blocks, and its `reason` says why.
-
-        Blocks in slower tiers are promoted first, as many as `deadline_s` seconds allow; `reason` is "late" if more are
-        stored. With `promote=False` none are: the lease holds the blocks that are in memory already, and its
-        `resident_blocks` and `estimated_load_s` say what another get would bring and cost. `verify` compares the token
-        ids in each block's header with `tokens` (only keys, with `keys=`). `prefault` enters the leased pages into this
-        process's page table in one system call. That moves the cost of a first pass (64 MiB: 3.5 ms) into this call,
-        each time; turn it on if `get` runs in a thread of its own.
+        return the lease. After a miss it has no blocks, and its `reason` says why. Blocks in slower tiers are promoted
+        first, as many as `deadline_s` seconds allow; `reason` is "late" if more are stored. With `promote=False` none
+        are: the lease holds the blocks that are in memory already, and its `resident_blocks` and `estimated_load_s` say
+        what another get would bring and cost. `verify` compares the token ids in each block's header with `tokens`
+        (only keys, with `keys=`). `prefault` enters the leased pages into this process's page table in one system call.
+        That moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time; turn it on if `get` runs in a
+        thread of its own.
         """
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         first_block, prefix = count("first_block", first_block), self._prefix(tokens, keys, group)
@@ -229,15 +228,14 @@ class Session(OpenSession):
         **kept: Unpack[PutTerms],
     ) -> PutReceipt:
         """Store blocks of the prefix `tokens`: `payloads[i]` is the payload of block `first_block` + i, of the layer
-        group's fixed size. Return a receipt with the status of each block.
-
-        A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be called
-        again for the same block, when that has to be sent again and its room was needed meanwhile. It may also only
-        begin to write, and return a function that waits for the end, called when all blocks sent together are begun.
-        `wait`: "published" returns when other clients find the blocks, "settled" when their durability is decided too.
-        `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
-        already, too. `ttl`, `priority` and `pin` (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes`
-        is needed only for functions in a group whose fingerprint leaves the size open.
+        group's fixed size. Return a receipt with the status of each block. A payload is bytes-like, an array, or a
+        function(dest) that writes straight into shared memory; it may be called again for the same block, when that has
+        to be sent again and its room was needed meanwhile. It may also only begin to write, and return a function that
+        waits for the end, called when all blocks sent together are begun. `wait`: "published" returns when other
+        clients find the blocks, "settled" when their durability is decided too. `durability`: "default" (the tenant's),
+        "none", "batch" or "always"; it holds for blocks that are there already, too. `ttl`, `priority` and `pin`
+        (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes` is needed only for functions in a group
+        whose fingerprint leaves the size open.
         """
         layers = group_of(self.fingerprint, group)
         mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
@@ -268,7 +266,7 @@ class Session(OpenSession):
         budget_bytes: int = 0,
         group: int | None = None,
     ) -> Prefetched:
-        """Tell the daemon that the blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
+        """Notify the daemon that blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
         that it promotes them. At most `budget_bytes` bytes are promoted, or the daemon's default if it is 0. Return
         the numbers of blocks that are in memory already and that will be promoted.
         """
@@ -291,12 +289,11 @@ class Session(OpenSession):
         group: int | None = None,
     ) -> int:
         """Send the daemon an expectation about the chain of `tokens`, so that it keeps blocks that will be needed.
-        Return the number of leading blocks that are stored; 0 also if the daemon did not answer.
-
-        Best sent when a request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or
-        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about this many seconds the stored
-        blocks of the chain will be used, by a request that waits in a queue, or that is expected after a pause. The
-        daemon learns from later requests how far to trust each.
+        Return the number of leading blocks that are stored; 0 also if the daemon did not answer. Best sent when a
+        request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or `next_step`, why the
+        engine stopped; and `answer_tokens`. `due_in_s`: in about this many seconds the stored blocks of the chain will
+        be used, by a request that waits in a queue, or that is expected after a pause. The daemon learns from later
+        requests how far to trust each.
         """
         expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
@@ -332,9 +329,7 @@ class Session(OpenSession):
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
         """Ask the daemon where blocks of this session's tenant are or why they are missing, or, with `recent_misses` in
-        `request`, for the latest misses. Return its reply, or None if there was no answer within `deadline_s`
-        seconds.
-
+        `request`, for the latest misses. Return its reply, or None if there was no answer within `deadline_s` seconds.
         It changes nothing and counts no access. `kvstore_proto/v1/explain.proto` documents the fields; `tenant` may be
         empty. Raises KVStoreError for invalid keys, for unknown names and for another tenant.
         """

@@ -30,17 +30,17 @@ class Slot:
 
     def array(self, layer: int | None = None, *, kind: Kind) -> LeaseArray:
         """Return a writable array for K (`kind` "k") or V ("v") of one `layer` of the block, or of all layers if
-        `layer` is None. `Lease.array` will show the same numbers later. Drop what a library made of the array before
-        the put goes on, because a later write would change a stored block. Raises KVStoreError if there is no such
-        array.
+        `layer` is None. `Lease.array` will show the same numbers later. Before the put goes on, drop all arrays that a
+        library made of this one, because a later write would change a stored block. Raises KVStoreError if the
+        fingerprint describes no such array.
         """
         numbers = self._layout.numbers(len(self.payload), None if layer is None else count("layer", layer), kind)
         address = self.payload.__array_interface__["data"][0]
         return LeaseArray(numbers, address, self.payload, self, readonly=False)
 
     def hold(self) -> object:
-        """Return the slot, to refer to it. Raises BufferError once the put has gone on, because a write would then
-        change a stored block.
+        """Return the slot itself, for an array to refer to. Raises BufferError once the put has gone on, because a
+        write would then change a stored block.
         """
         if self._is_over:
             raise BufferError("the slot is the store's again: its put went on")
@@ -56,9 +56,9 @@ class Slot:
 def by_arrays(
     fingerprint: Fingerprint, write: Callable[[Slot], Finish | None], *, group: int | None = None
 ) -> FillSlot:
-    """Return a payload for `Session.put` that `write` fills through the arrays of a `Slot`, in shared memory. `write`
-    may begin copies and return a function that waits for their end. `group` is the layer group, by default the first
-    of `fingerprint`.
+    """Return a payload for `Session.put`. When the put needs it, `write` is called with a `Slot` and fills it in shared
+    memory through the slot's arrays. `write` may only begin copies, and return a function that waits for their end.
+    `group` is the layer group, by default the first of `fingerprint`.
     """
     layout = KVLayout(fingerprint, group_of(fingerprint, group))
 

@@ -48,8 +48,8 @@ class SlotSize:
 
 @dataclass(slots=True)
 class Granted:
-    """Slots of one size that the daemon reserved for this client, which may write to them until `usable_until`, in
-    seconds of the client's clock. `reply` has their places.
+    """Slots of one size that the daemon reserved for this client. The client may write to them until `usable_until`, in
+    seconds of its clock. `reply` is the daemon's answer, which names the slots.
     """
 
     size: SlotSize
@@ -62,9 +62,9 @@ class Granted:
 
 
 class SlotRequests:
-    """The requests of one session for slots to put blocks in place, and the slots that it holds ahead for the next put.
-    `begin` sends a request; `call_later` calls a function after some seconds, in another thread; `clock` returns
-    seconds.
+    """The requests of one session for slots to put blocks in place, and the slots that the session holds ahead for its
+    next put. `begin` sends a request; `call_later` calls a function after some seconds, in another thread; `clock`
+    returns seconds.
     """
 
     def __init__(self, begin: Begin, call_later: CallLater, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,8 +80,8 @@ class SlotRequests:
         self, size: SlotSize, blocks: int, deadline_s: float, parent: bytes = b"", *, ahead: bool = False
     ) -> Call:
         """Ask the daemon for `blocks` slots of `size`, to be answered within `deadline_s` seconds, and return the call.
-        `parent` is the key of the block that the first new block continues, which the daemon then keeps. `ahead`
-        says that no put waits.
+        `parent` is the key of the block that the first new block continues; the daemon keeps that block meanwhile.
+        `ahead` is True if no put waits for the slots.
         """
         request = wire.ReserveSlots(
             group=size.group_id, payload_bytes=size.payload_bytes, blocks=blocks, parent=parent, ahead=ahead

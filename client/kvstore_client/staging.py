@@ -35,8 +35,8 @@ class Extent:
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """The use of staging memory by one request to store blocks: `extents` has the extent of each block. `is_over` is
-    True once the bytes are no longer in use.
+    """The use of staging memory by one request that stores blocks. `extents` has the extent (run of bytes) of each
+    block. `is_over` is True once the request no longer needs the bytes.
     """
 
     extents: list[Extent] = field(default_factory=list)
@@ -44,9 +44,9 @@ class Use:
 
 
 class ClientStaging:
-    """The staging memory of one client: shared memory where it places blocks for the daemon to copy, and the record of
-    which bytes are in use. `memory` is mapped to write. `loan` is the number of the daemon's permission, 0 before
-    `obtain`.
+    """The staging memory of one client, with a record of which bytes are in use. The client places blocks there, and
+    the daemon copies them. `memory` is mapped to write. `loan` is the number of the daemon's permission to use it, 0
+    before `obtain`.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -74,8 +74,9 @@ class ClientStaging:
             return ""
 
     def renew(self, ask: Ask, timeout_s: float) -> None:
-        """Ask the daemon for a new permission, after which it reads nothing that was sent before. Then the bytes of
-        requests without an answer are free. `ask` sends the request, and waits at most `timeout_s` seconds.
+        """Ask the daemon for a new permission to use the staging memory. From then on the daemon ignores earlier
+        requests without an answer, so their bytes are free. `ask` sends the request, and waits at most `timeout_s`
+        seconds.
         """
         with self._changed:
             unanswered = list(self._unanswered)
@@ -93,9 +94,8 @@ class ClientStaging:
 
     def take(self, slot_bytes: int, most: int, wait_s: float = 0.0) -> Extent | None:
         """Return an extent of at most `most` free slots of `slot_bytes` bytes, all in use by the caller from now on.
-        Return None if no slot became free within `wait_s` seconds.
-
-        The lowest place comes first: memory used last is still in the processor's caches.
+        Return None if no slot became free within `wait_s` seconds. The lowest free offset is used first, because memory
+        used last is still in the processor's caches.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:

@@ -31,9 +31,8 @@ _PENDING = wire.DURABILITY_PENDING
 
 class RequestStream:
     """A stream of requests to the daemon, with many calls in flight at once, over `transport`. `health` gets a report
-    of every answer, and of the end of the stream unless `close` was called.
-
-    `unreleased` is a queue of lease numbers to give back; it outlives the stream.
+    of every answer, and of the end of the stream unless `close` was called. `unreleased` is a queue of the numbers of
+    leases to give back, which a later stream of the session continues to use.
     """
 
     def __init__(self, transport: Transport, health: StreamHealth, unreleased: deque[int]) -> None:
@@ -133,8 +132,8 @@ class RequestStream:
         return call.taken()
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Give the leases with the numbers `lease_ids` back within milliseconds, in one message with others. It does
-        not wait.
+        """Give the leases with the numbers `lease_ids` back within milliseconds, in one message together with other
+        releases. It does not wait.
         """
         self._unreleased.extend(lease_ids)
         self._nudge_releases()
@@ -213,8 +212,8 @@ class RequestStream:
         self.send_releases()
 
     def send_releases(self) -> bool:
-        """Send the releases of leases that wait to be sent. Return True while the daemon has not confirmed all
-        releases.
+        """Send the releases of all leases that were given back and not sent yet. Return True while the daemon has not
+        confirmed all releases.
         """
         with self._releasing:
             while (request := self._next_releases()) is not None:

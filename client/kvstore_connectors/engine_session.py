@@ -17,11 +17,10 @@ from kvstore_proto.errors import KVStoreError
 
 
 def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: str, install: str) -> Any:
-    """Import and return the class `name` of the connector package `package`, on its first use. `files` has the
-    package's module for each class.
-
-    Raises AttributeError for a name that is not in `files`. Raises ImportError, which says what to `install`, if torch
-    or `engine` is missing. `engine` is spelled as users do; its module is the name in lower case.
+    """Import and return the class `name` of the connector package `package`, on its first use. `files` maps each class
+    to the package's module that defines it. Raises AttributeError for a name that is not in `files`. Raises ImportError
+    if torch or the engine is missing; its message says what to `install`. `engine` is the engine's name as users write
+    it; the engine's module has that name in lower case.
     """
     if name not in files:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

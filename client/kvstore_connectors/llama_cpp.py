@@ -324,8 +324,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
 
 class PromptClock:
-    """A clock of the time that a model takes for prompts, by llama.cpp's counters, which count an answer's tokens
-    apart. They stand still in a model that was opened with `no_perf=True`.
+    """A clock that measures the time that a model takes for prompts, without the tokens of answers, by llama.cpp's
+    counters. The counters stand still in a model that was opened with `no_perf=True`.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -336,8 +336,8 @@ class PromptClock:
         self._started = self._counted()
 
     def stop(self) -> tuple[int, float]:
-        """Return the prompt tokens computed since `start`, and the seconds that took. Return zeros if the clock was not
-        started, or the counters were reset.
+        """Return the number of prompt tokens that the model computed since `start`, and the seconds that this took.
+        Return zeros if the clock was not started, or the counters were reset.
         """
         started, self._started = self._started, None
         tokens, seconds = self._counted()

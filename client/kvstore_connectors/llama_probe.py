@@ -47,8 +47,8 @@ _FORGETTING = ("kv_cache_clear", "kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cac
 
 
 def probed_state(llm: llama_cpp.Llama) -> SavedState:
-    """Compute the first probe tokens with `llm` and return its saved state, for `sketch`. The model's own state is
-    unchanged afterwards. Raises StateUnsupported if blocks cannot be cut from it.
+    """Compute a fixed short prompt with `llm` and return the saved state, for `sketch`. The model's own state is
+    unchanged afterwards. Raises StateUnsupported if blocks cannot be cut from the state.
     """
     with _borrowed(llm):
         llm.eval(_tokens(llm, min(SKETCH_TOKENS, int(llm.n_ctx()))))
@@ -83,8 +83,9 @@ def sketch(state: SavedState) -> str:
 
 
 def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
-    """Compute a test prompt with `llm` whole, and again from a restored block of `block_tokens` tokens. Return a
-    sentence if the answers differ. Return "" if they agree, or if the context has no room for the test.
+    """Compute a test prompt with `llm` twice: completely, and from a restored block of `block_tokens` tokens. If the
+    answers differ, return a sentence that says so. Return "" if they agree, or if the context is too small for the
+    test.
     """
     if llm.n_ctx() < block_tokens + COMPUTED_TOKENS:
         return ""

@@ -53,8 +53,9 @@ class StateUnsupported(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The K or the V numbers of one layer in a saved state. `ggml_type` is their type, and `token_bytes` the bytes of a
-    token. If the numbers are transposed, `element_bytes` is the size of an element, otherwise 0.
+    """The K or the V numbers of one layer in a saved state. `ggml_type` is the ggml number of their type, and
+    `token_bytes` the bytes of one token. If the numbers are transposed, `element_bytes` is the size of one number,
+    otherwise 0.
     """
 
     ggml_type: int
@@ -135,8 +136,8 @@ class SavedState:
     recurrent: Bytes | None = None
 
     def holds(self, tokens: int) -> bool:
-        """Return whether the first `tokens` cells of the state are the positions 0, 1, ..., so that blocks can be cut
-        from them.
+        """Return whether the first `tokens` cells (places of the cache) have the positions 0, 1, ..., so that blocks
+        can be cut from them.
         """
         return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
 

@@ -26,8 +26,9 @@ REASON_COMPUTED = "computing is faster than loading"
 
 @dataclass(frozen=True, slots=True)
 class PromptToLoad:
-    """A prompt for which stored blocks may be loaded. `tokens` are its token ids, as `Session.get` takes them. At most
-    its first `blocks` blocks are loaded, and the engine holds `held` of them already. The prompt has `count` tokens.
+    """A prompt for which stored blocks may be loaded. `tokens` are its token ids, as `Session.get` takes them, and
+    `count` is their number. At most the first `blocks` blocks are loaded. The engine holds the first `held` blocks
+    already.
     """
 
     tokens: Any
@@ -39,11 +40,10 @@ class PromptToLoad:
 @dataclass(slots=True)
 class Leased:
     """The result of `lease_by_choice`: a lease on blocks that are expected to load faster than they are computed. Use
-    the first `blocks` blocks of `lease`, which include the blocks that the engine held already, then call `copied`.
-    If `blocks` is not more than the engine held, there is nothing to load. `lookup_s` is the time of the lookup in
-    seconds.
-
-    `stored` is the number of blocks of the prompt that can be had. `reason` says why no more are used.
+    the first `blocks` blocks of the prompt from `lease`, which include the blocks that the engine held already, then
+    call `copied`. If `blocks` is not more than the engine held, there is nothing to load. `lookup_s` is the time of the
+    lookup in seconds. `stored` is the number of leading blocks of the prompt that are stored. `reason` says why no more
+    blocks are used.
     """
 
     lease: Lease
@@ -98,11 +98,10 @@ def lease_by_choice(
 
 @dataclass(slots=True)
 class LeasedGroups:
-    """The result of `lease_groups_by_choice`, for a model of several layer groups. Each of `parts` is a group, the
-    numbers of its blocks to load, and the lease on them. Together they let the model resume after its first `blocks`
-    blocks. There are no parts if nothing is to be loaded. Call `copied` at the end.
-
-    `stored`: the longest boundary, in blocks, that suits every group. `reason` says why it is not longer, or not used.
+    """The result of `lease_groups_by_choice`, for a model of several layer groups: leases that together let the model
+    resume after its first `blocks` blocks. Each of `parts` is a layer group, the numbers of its blocks to load, and the
+    lease on them. There are no parts if nothing is to be loaded. Call `copied` at the end. `stored` is the longest
+    boundary, in blocks, at which every group could resume. `reason` says why it is not longer, or not used.
     """
 
     parts: list[tuple[LayerGroup, range, Lease]]
@@ -133,8 +132,9 @@ def lease_groups_by_choice(
     session: Session, prompt: PromptToLoad, choice: LoadChoice | None, *, deadline_s: float | None = None
 ) -> Iterator[LeasedGroups]:
     """Lease the blocks that a model of several layer groups needs to resume at the longest boundary that suits every
-    group, if loading them is worth it, and yield the leases for the `with` block. For the parameters see
-    `lease_by_choice`.
+    group, if loading them is expected to be faster than computing. Yield the leases for the `with` block. `choice`
+    decides; None loads all that is stored. The first request takes at most `deadline_s` seconds (by default the
+    session's).
     """
     if choice is not None:
         deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
@@ -174,8 +174,8 @@ def lease_groups_by_choice(
 
 def needed_from(group: LayerGroup, boundary: int, held: int, block_tokens: int) -> range:
     """Return the numbers of the blocks of `group` to load for a resume after `boundary` blocks, if the engine holds the
-    first `held` blocks already. A sliding window or a recurrent state is loaded whole, for other groups only blocks
-    that are not held.
+    first `held` blocks already. A sliding window or a recurrent state is loaded completely; of other groups only the
+    blocks that the engine does not hold. A block has `block_tokens` tokens.
     """
     needed = group.needed_blocks(boundary, block_tokens)
     return range(held, boundary) if group.kind in ("full", "latent") else needed
@@ -218,8 +218,8 @@ def _hit(prompt: PromptToLoad, mapped: int, stored: int, load_s: float, session:
 
 def hit_of(found: Lookup, first: int, last: int, *, block_tokens: int, block_bytes: int, tokens: int, held: int) -> Hit:
     """Return the description of a hit that `LoadChoice` decides about: blocks `first` to `last` - 1 of the lookup
-    `found`. They follow `held` tokens of a prompt of `tokens` tokens; a block has `block_tokens` tokens and
-    `block_bytes` bytes.
+    result `found`. They follow the first `held` tokens of a prompt of `tokens` tokens. A block has `block_tokens`
+    tokens and `block_bytes` bytes.
     """
     each_s = found.load_s or (found.estimated_load_s / max(found.blocks, 1),) * found.blocks
     return Hit(found.tiers[first:last], each_s[first:last], block_tokens, block_bytes, tokens, held)

@@ -14,7 +14,7 @@ from kvstore_restore.choice import LoadChoice
 
 
 class Moment(Protocol):
-    """The point in time when all work that the engine had begun so far is finished. The device may reach it later."""
+    """The point in time when the engine's device has finished all work that was begun before the object was made."""
 
     def wait(self) -> None:
         """Wait until the moment has come. Raises the device's error."""
@@ -29,8 +29,8 @@ class Moment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostMoment:
-    """A moment of an engine on the CPU, whose work is finished when its call returns. `at_s` is the time in seconds, or
-    None if another device may still be computing then.
+    """The point in time when an engine on the CPU has finished its work, which is when its call returns. `at_s` is the
+    time in seconds, or None if another device may still be computing then.
     """
 
     at_s: float | None
@@ -43,10 +43,8 @@ class HostMoment:
 
 
 class LayerProgress:
-    """A counter of the layers that a copy has finished. One thread copies; other threads wait for the layer that they
-    will read.
-
-    A copy ends once, even if some of its layers are not done.
+    """A counter of the layers that a copy has finished. One thread copies, and other threads wait for the layer that
+    they will read. When the copy ends, all waiting threads go on, even if some layers were not copied.
     """
 
     def __init__(self) -> None:
@@ -72,11 +70,9 @@ class LayerProgress:
 
 
 class ModelCallTimes:
-    """A reporter of the times that a model's calls take to `choice`, as soon as the times are known. With None, nothing
-    is reported.
-
-    A device may still be computing when its call returns: then the time is asked for at the next call, never waited
-    for.
+    """A reporter of a model's computing times to the object `choice`, which learns from them how many blocks to load.
+    If `choice` is None, nothing is reported. A device may still be computing when the model's call returns; its time is
+    then read at the next call, without waiting.
     """
 
     def __init__(self, choice: LoadChoice | None) -> None:
@@ -84,12 +80,16 @@ class ModelCallTimes:
         self._open: tuple[int, int, Moment, Moment] | None = None
 
     def ended(self, first: int, tokens: int, begin: Moment, end: Moment) -> None:
-        """Note that `tokens` tokens from position `first` on were computed between `begin` and `end`."""
+        """Note that the model computed `tokens` tokens from position `first` on between the moments `begin` and
+        `end`.
+        """
         self._open = first, tokens, begin, end
         self.report()
 
     def report(self) -> None:
-        """Report the time of the latest call to the choice, if the device has finished it. It never waits."""
+        """Report the computing time of the model's latest call to the `LoadChoice`, if the device has finished that
+        call. It never waits.
+        """
         if self._choice is None or self._open is None:
             return
         first, tokens, begin, end = self._open

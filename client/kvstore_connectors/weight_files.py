@@ -34,8 +34,8 @@ class Mapping:
 
 
 class WeightFiles:
-    """A set of open files with a model's weights, to notice when one is written to. They are closed when the object is
-    collected.
+    """A set of open files that hold a model's weights, which notices when one of them is written to. The files are
+    closed when the object is freed.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -70,9 +70,9 @@ class WeightFiles:
         return hashing.hexdigest()
 
     def changed(self, *, by_content: bool = False) -> str:
-        """Return the path of a file that was written to, or cut, since it was opened, or "" if there is none.
-
-        `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
+        """Return the path of a file that was written to or truncated since it was opened, or "" if there is none. With
+        `by_content` the caller compares contents afterwards, so other permissions, and a time that was set back, count
+        as changes too.
         """
         for index, path in enumerate(self.paths):
             try:
@@ -97,9 +97,9 @@ class WeightFiles:
 
 
 def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
-    """Return a sentence if this process, which began at `began` (Unix time), may have loaded other bytes than `files`
-    have. Return "" if one of `mappings` is of the file, or if neither the file nor a link to it is younger than the
-    process.
+    """Return a sentence if this process, which began at `began` (Unix time in seconds), may have loaded other bytes
+    than `files` have now. Return "" if every file is in one of `mappings`, or is older than the process, with all links
+    to it.
     """
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)

@@ -43,11 +43,10 @@ _SAVE_EVERY = 64  # loads that were observed
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A description of a hit, for a choice: stored blocks of a prompt of `tokens` tokens, behind the `first` tokens
-    that the engine holds.
-
-    `tiers`, `load_s`: by block; `load_s` is the seconds that a block adds to the time until all are mapped. Raises
-    ValueError if the blocks do not leave a token to compute, or differ in number.
+    """A hit (stored blocks of a prompt) about which a choice is made. The prompt has `tokens` tokens, of which the
+    engine holds the `first` tokens; the blocks follow them. `tiers` and `load_s` have one entry for each block: its
+    tier, and the seconds that it adds to the time until all blocks are mapped. Raises ValueError if the blocks leave no
+    token to compute, or differ in number.
     """
 
     tiers: Sequence[str]
@@ -70,11 +69,10 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A decision about a hit: load the first `blocks` blocks, give that up after `deadline_s` seconds, and compute the
-    tokens behind them.
-
-    `load_s` and `compute_s` are predicted; `wait_s` is the daemon's part of `load_s`, without the bias of `tier`.
-    `is_trial`: another number is predicted to be a little better.
+    """A decision about a hit (stored blocks of a prompt): load the first `blocks` blocks within `deadline_s` seconds,
+    and compute the tokens behind them. `load_s` and `compute_s` are the predicted seconds. `wait_s` is the part of
+    `load_s` that the daemon estimated, before it is corrected by the bias of `tier`. `is_trial` is True if another
+    number of blocks is predicted to be a little better, and this one is tried to learn its cost.
     """
 
     blocks: int
@@ -108,8 +106,8 @@ class LoadChoice:
         self._lock = threading.RLock()
 
     def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
-        """Return how many leading blocks of `hit` to load, and for how long to try. With `all_or_none` it is all or no
-        blocks.
+        """Return the decision how many leading blocks of `hit` to load, and for how many seconds to try. With
+        `all_or_none` it is all blocks or none.
         """
         with self._lock:
             return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
@@ -148,16 +146,15 @@ class LoadChoice:
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """Learn that one step of `tokens` tokens, from position `first` on, took `seconds`. For tokens of several
         requests, `first` is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and a token
-        that it attends to. A step much shorter than the latest hit shows only the fixed time of every step: many
-        short steps would teach a fit only noise.
+        that it attends to. A step much shorter than the latest hit teaches only the fixed time of every step.
         """
         with self._lock:
             if self._costs.observe_batch([(tokens, first)], seconds, least_tokens=self._informative_tokens):
                 self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
-        """Learn that `blocks` of the blocks in the decision `chosen` for `hit` were loaded after `seconds`. Fewer than
-        chosen means that the load was given up.
+        """Learn that `blocks` of the blocks in the decision `chosen` for `hit` were loaded after `seconds`. Fewer
+        blocks than chosen mean that the engine stopped waiting for the load.
         """
         if not chosen.blocks or seconds <= 0:
             return

@@ -27,7 +27,9 @@ class ComputeCost:
 
     @staticmethod
     def features(tokens: float, attended: float) -> tuple[float, float, float]:
-        """Return the three inputs of a linear fit of the cost of a step of `tokens` tokens with `attended` pairs."""
+        """Return the three inputs of a linear fit of a step's cost. The step computes `tokens` tokens, with `attended`
+        pairs of a token and a token that it attends to.
+        """
         return 1.0, tokens / _TOKENS, attended / _ATTENDED
 
     @classmethod
@@ -37,7 +39,9 @@ class ComputeCost:
         return cls(fixed_s, token_s / _TOKENS, attended_s / _ATTENDED)
 
     def step_s(self, tokens: float, attended: float) -> float:
-        """Return the predicted seconds of one step of `tokens` tokens that attend to `attended` pairs."""
+        """Return the predicted seconds of one step that computes `tokens` tokens, with `attended` pairs of a token and
+        a token that it attends to.
+        """
         return self.fixed_s + self.token_s * tokens + self.attended_s * attended if tokens else 0.0
 
     def chunk_s(self, first: float, tokens: int) -> float:
@@ -70,14 +74,16 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """The factors, at least 1, by which computing and loading take longer while the other one runs."""
+    """The factors, at least 1, by which computing takes longer while a load runs, and a load takes longer while the
+    engine computes.
+    """
 
     compute: float = 1.0
     load: float = 1.0
 
     def finish_s(self, compute_s: float, load_s: float) -> float:
-        """Return the predicted seconds until both are done, if they start at once and would take `compute_s` and
-        `load_s` alone.
+        """Return the predicted seconds until a computation and a load have both ended, if they start together and would
+        take `compute_s` and `load_s` seconds alone.
         """
         slowed_compute_s, slowed_load_s = compute_s * self.compute, load_s * self.load
         if slowed_compute_s <= slowed_load_s:
@@ -88,7 +94,7 @@ class Contention:
 @dataclass(frozen=True, slots=True)
 class RestoreCosts:
     """All costs of restoring prefixes of one model on one machine. `links` has the cost of loading from each tier, by
-    name.
+    the tier's name.
     """
 
     compute: ComputeCost

@@ -51,8 +51,9 @@ class Fit:
         self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False, is_alike: bool = True
     ) -> None:
         """Learn that the cost for `features` was `cost_s` seconds. A value that is not finite or not positive is
-        ignored. With `is_to_scale`, earlier samples were wrong by one factor, which this one corrects. Unless
-        `is_alike`, the sample moves other predictions only as far as it shares features with them.
+        ignored. With `is_to_scale`, all predictions are first multiplied by the factor that makes the prediction for
+        `features` right. Unless `is_alike`, the sample changes other predictions only as far as it shares features with
+        them.
         """
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return

@@ -58,8 +58,8 @@ class LearnedCosts:
         return RestoreCosts(self.steps.cost, links, self._contention)
 
     def batch_s(self, pieces: Pieces) -> float:
-        """Return the predicted seconds of one step that computes `pieces`, without loading beside it. Return 0 without
-        tokens.
+        """Return the predicted seconds of one step that computes `pieces`, while nothing is loaded. Return 0 if they
+        have no tokens.
         """
         return self.steps.cost.step_s(*_tokens_attended(pieces))
 
@@ -79,8 +79,8 @@ class LearnedCosts:
         self, pieces: Pieces, seconds: float, *, least_tokens: int = 0, beside_loading: bool = False
     ) -> bool:
         """Learn that a step that computed `pieces` took `seconds`. A step of fewer than `least_tokens` tokens only
-        teaches the fixed cost of every step. Return whether the step taught the cost of tokens. `beside_loading`
-        says that a load ran meanwhile.
+        teaches the fixed cost of every step. `beside_loading` is True if a load ran meanwhile. Return whether the step
+        taught the cost of tokens.
         """
         tokens, attended = _tokens_attended(pieces)
         if tokens < 1 or not 0 < seconds < math.inf:
@@ -95,16 +95,16 @@ class LearnedCosts:
         return self.steps.observe(tokens, attended, seconds, least_tokens)
 
     def expect_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Predict `seconds` for loading `nbytes` bytes from `tier`, until something was loaded from it. At most 16
-        tiers are kept.
+        """Use `seconds` as the prediction for loading `nbytes` bytes from `tier`, until a load from that tier is
+        observed. At most 16 tiers are kept.
         """
         if nbytes > 0 and 0 < seconds < math.inf and tier not in self.links and len(self.links) < _MOST_TIERS:
             _, size = LinkCost.features(nbytes)
             self.links[tier] = Fit((0.1 * seconds, 0.9 * seconds / size))  # mostly by the size
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, *, beside_computing: bool = False) -> None:
-        """Learn that loading `nbytes` bytes from `tier` took `seconds`. `beside_computing` says that a step ran
-        meanwhile.
+        """Learn that loading `nbytes` bytes from `tier` took `seconds`. `beside_computing` is True if the engine
+        computed a step meanwhile.
         """
         self.expect_load(tier, nbytes, seconds)
         if nbytes < 1 or not 0 < seconds < math.inf or tier not in self.links:
@@ -162,16 +162,13 @@ class LearnedCosts:
 
 
 class StepFit:
-    """A model of the seconds that a step takes: a part that every step takes, and a part that grows with its tokens.
+    """A model of the seconds that one step of an engine takes, learned from measured steps: `every step + fixed + token
+    * tokens + attended * pairs of a token and a token that it attends to`.
 
-        every step + fixed + token * tokens + attended * pairs of a token and one that it attends to
-
-    The second part is fitted to long steps. They alone do not show the part of every step, and behind a loaded prefix
-    hardly anything else is left: so short steps teach that part, and only that. The first step of a process also warms
-    the engine up: it counts until the second.
-
-    `cost`: the cost of one step. `count`: the number of long steps in this process. `is_provisional`: the first step is
-    the only sample.
+    The part behind "every step" is fitted to long steps. Short steps teach only the first part, which long steps alone
+    do not show, and which is most of the time behind a loaded prefix. The first step of a process also warms the engine
+    up, so it counts only until the second. `cost` is the cost of one step, and `count` the number of long steps in this
+    process. `is_provisional` is True while the first step is the only sample.
     """
 
     def __init__(self) -> None:
@@ -192,8 +189,9 @@ class StepFit:
         return self._fit.samples > 0
 
     def observe(self, tokens: float, attended: float, seconds: float, least_tokens: int) -> bool:
-        """Learn that one step of `tokens` tokens with `attended` pairs took `seconds`. Fewer than `least_tokens` tokens
-        make it a short step. Return whether it taught the cost of tokens.
+        """Learn that one step of `tokens` tokens, with `attended` pairs of a token and a token that it attends to, took
+        `seconds`. It is a short step if it has fewer than `least_tokens` tokens. Return whether the step taught the
+        cost of tokens.
         """
         if self.is_known and tokens < least_tokens:
             self._observe_short(seconds - self._own.step_s(tokens, attended))
@@ -218,8 +216,8 @@ class StepFit:
         return {"fit": self._fit.state(), "every_s": self._every_s, "long": list(self._long)}
 
     def restore(self, fit: dict[str, Any], every_s: float, long: list[float]) -> None:
-        """Continue from the values that `state` of another object returned. Raises ValueError or TypeError if they have
-        another form.
+        """Continue from the three values that `state` of another object returned. Raises ValueError or TypeError if
+        they have another form.
         """
         tokens, attended = long
         if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= attended < 1e18):
@@ -259,12 +257,12 @@ class _Bias:
 
 
 class Biases:
-    """The factors by which loads lately took longer than the daemon had estimated, by tier. `clock` returns seconds.
-    Estimates are given as seconds a byte.
+    """The factors by which loads from each tier lately took longer than the daemon had estimated. Estimates are given
+    in seconds a byte, and `clock` returns seconds.
 
-    A bias is measured by predicted time, kept with the prediction that it corrects. If the daemon now predicts the
-    measured time, it has learned by itself: that prediction is not corrected a second time. A bias above 1 halves every
-    ten minutes, since the cause of slow loads may have passed.
+    Each factor is kept with the estimate that it corrects: if the daemon now estimates the measured time, it has
+    learned by itself, and the factor is not applied. A factor above 1 halves every ten minutes, since the cause of slow
+    loads may have passed.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -272,7 +270,7 @@ class Biases:
         self._by_tier: dict[str, _Bias] = {}
 
     def of(self, tier: str, predicted: float) -> float:
-        """Return the factor to multiply an estimate of `predicted` seconds a byte for `tier` by."""
+        """Return the factor by which to multiply an estimate of `predicted` seconds a byte for a load from `tier`."""
         known = self._by_tier.get(tier)
         if known is None:
             return 1.0
@@ -291,7 +289,7 @@ class Biases:
 
     def observe(self, tier: str, predicted: float, factor: float, *, gave_up: bool = False) -> None:
         """Learn that a load from `tier` took `factor` times its estimate of `predicted` seconds a byte. With `gave_up`
-        it was given up then, and would have taken longer.
+        the load was ended at that time, and would have taken longer.
         """
         known = self.of(tier, predicted)
         if gave_up:

@@ -23,11 +23,10 @@ ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """A stored prefix to be restored. It is cut into chunks of `chunk_tokens` tokens and `chunk_bytes` bytes; chunk i
-    is in the tier `tiers[i]`, and the first one begins at position `first`. Raises ValueError for sizes below 1.
-
-    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: no
-    link loads them.
+    """A stored prefix that is to be restored, in chunks of `chunk_tokens` tokens and `chunk_bytes` bytes. Chunk i is in
+    the tier `tiers[i]`, and the first one begins at position `first`. A pipeline stage computes a chunk from hidden
+    states: `input_bytes` bytes that are loaded from `input_tier`, or 0 if they need no load. Raises ValueError for
+    sizes below 1.
     """
 
     tiers: Sequence[str]
@@ -42,16 +41,16 @@ class StoredPrefix:
             raise ValueError("a chunk needs at least one token and one byte")
 
     def compute_s(self, chunk: int, costs: RestoreCosts) -> float:
-        """Return the seconds to compute chunk number `chunk`, by `costs`."""
+        """Return the predicted seconds to compute chunk number `chunk` of the prefix, by `costs`."""
         return costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
 
     def load_s(self, chunk: int, costs: RestoreCosts) -> float:
-        """Return the seconds to load chunk number `chunk` from its tier, by `costs`."""
+        """Return the predicted seconds to load chunk number `chunk` of the prefix from its tier, by `costs`."""
         return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes)
 
     def with_inputs(self, loads: dict[str, float], chunks: int, costs: RestoreCosts) -> dict[str, float]:
-        """Return `loads` (seconds of loading, by tier), with the seconds added for loading the hidden states from which
-        `chunks` chunks are computed.
+        """Return `loads` (the seconds of loading, by tier), increased by the seconds to load the hidden states from
+        which `chunks` chunks are computed.
         """
         if not self.input_bytes or not chunks:
             return loads
@@ -61,8 +60,9 @@ class StoredPrefix:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """A plan to restore a prefix: compute the first `whole` chunks and load the others at the same time. It is
-    predicted to take `finish_s` seconds. `axis` says whether it loads, computes, or does both ("tokens").
+    """A plan to restore a prefix that is cut into chunks: compute the first `whole` chunks, and load the other chunks
+    at the same time. It is predicted to take `finish_s` seconds. `axis` says whether the plan only loads, only
+    computes, or does both ("tokens").
     """
 
     axis: Axis
@@ -71,10 +71,9 @@ class RestorePlan:
 
 
 def plan(prefix: StoredPrefix, costs: RestoreCosts, *, error: float = ERROR) -> RestorePlan:
-    """Return the plan to restore `prefix` that is predicted to finish first, by `costs`.
-
-    Computing and loading at once must be better than the better single path, by more than it could lose to that path if
-    the costs of either were wrong by the share `error`.
+    """Return the plan to restore `prefix` that is predicted to finish first, by `costs`. A plan that computes and loads
+    at once is chosen only if it gains more over the better single way than it could lose to that way if the costs were
+    wrong by the share `error`.
     """
     plans = plans_by_axis(prefix, costs)
     single = min((plans["load"], plans["compute"]), key=_finish)

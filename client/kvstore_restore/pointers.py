@@ -16,18 +16,16 @@ _AGEING_CHUNKS_S = 16.0  # chunks of remaining work that a second of waiting cou
 
 
 def turn(chunks: int, waited_s: float) -> float:
-    """Return the rank of a request among the requests that share one compute and one link. The lowest rank is served
-    first.
-
-    The request has `chunks` chunks left to restore, and has waited for `waited_s` seconds. Short requests come first,
-    and waiting lowers the rank, so that a long request waits only for a bounded time.
+    """Return the rank of a request among the requests that restore prefixes with the same device and link. The lowest
+    rank is served first. The request has `chunks` chunks left to restore, and has waited for `waited_s` seconds. Short
+    requests come first, and waiting lowers the rank, so that a long request waits only for a bounded time.
     """
     return chunks - _AGEING_CHUNKS_S * waited_s
 
 
 class ChunkState(Enum):
-    """The state of a chunk that is being restored: STORED can be loaded, PRESENT is in the engine, LOST has to be
-    computed.
+    """The state of a chunk (some blocks of a prefix) that is being restored: STORED can be loaded, PRESENT is in the
+    engine, LOST has to be computed.
     """
 
     STORED = "stored"
@@ -36,9 +34,10 @@ class ChunkState(Enum):
 
 
 class Pointers:
-    """The progress of restoring `chunks` chunks of one request: computed from the first on, loaded from the last on.
-    `overtakes(chunk)` says whether computing from the first missing chunk to that one is expected to end before it
-    is loaded. With `loads` False, no chunk can be loaded. A lost chunk is computed in any case.
+    """The progress of restoring one request, whose prefix is cut into `chunks` chunks: they are computed from the first
+    on, and loaded from the last on. `overtakes(chunk)` returns whether computing all missing chunks up to `chunk` is
+    expected to end before `chunk` is loaded. With `loads` False, no chunk can be loaded. A lost chunk is computed in
+    any case.
     """
 
     def __init__(
@@ -53,20 +52,24 @@ class Pointers:
 
     @property
     def is_done(self) -> bool:
-        """True if all chunks are present, or the restoration was cancelled."""
+        """True if all chunks of the request are in the engine, or the restoration was cancelled."""
         return self._is_cancelled or not self.left
 
     def state(self, chunk: int) -> ChunkState:
         return self._states[chunk]
 
     def stored(self, first: int = 0) -> list[int]:
-        """Return the numbers of the chunks, from `first` on, that could still be loaded, in order."""
+        """Return in order the numbers of the chunks, from chunk number `first` on, that are stored and neither loaded,
+        computed nor lost yet.
+        """
         if self.is_done:
             return []
         return [at for at in range(max(self.head, first), len(self._states)) if self._states[at] is ChunkState.STORED]
 
     def computable(self, most: int) -> range:
-        """Return the chunks, at most `most` from the first missing one on, that the next step might compute."""
+        """Return the numbers of the chunks that the next step may compute: at most `most` chunks, from the first chunk
+        that is not in the engine.
+        """
         end = self.head
         if not self.is_done:
             while end < min(self.head + most, len(self._states)) and self._may_compute(end):
@@ -74,35 +77,37 @@ class Pointers:
         return range(self.head, end)
 
     def computed_chunk(self, chunk: int) -> bool:
-        """Note that chunk number `chunk` has been computed. Return False if it was loaded before, so that the work was
-        wasted.
+        """Note that chunk number `chunk` has been computed. Return False if it had been loaded already, so that
+        computing it was useless.
         """
         counts = self._present(chunk)
         self.computed += counts
         return counts
 
     def loaded_chunk(self, chunk: int) -> bool:
-        """Note that chunk number `chunk` has been loaded. Return True if the bytes are to be used, also if it is being
-        computed now. Return False if it was computed before.
+        """Note that chunk number `chunk` has been loaded. Return True if its bytes must be used, even if the chunk is
+        being computed now. Return False if it had been computed already.
         """
         counts = self._present(chunk)
         self.loaded += counts
         return counts
 
     def lose(self, chunk: int) -> None:
-        """Mark chunk number `chunk` as lost, so that it is computed, because it has vanished, is corrupt, or its load
-        stalls.
+        """Mark chunk number `chunk` as lost, because it is gone, is corrupt, or its load stalls. The engine then
+        computes it.
         """
         if self._states[chunk] is ChunkState.STORED:
             self._states[chunk] = ChunkState.LOST
 
     def lose_all(self) -> None:
-        """Mark all chunks as lost: nothing can be loaded any longer."""
+        """Mark all chunks that are not in the engine as lost, because none of them can be loaded any longer."""
         for chunk in range(self.head, len(self._states)):
             self.lose(chunk)
 
     def cancel(self) -> None:
-        """End the restoration, because the request has ended. Results of work under way do not count."""
+        """End the restoration, because the request has ended. Chunks that are computed or loaded afterwards do not
+        count.
+        """
         self._is_cancelled = True
 
     def _may_compute(self, chunk: int) -> bool:

@@ -17,8 +17,8 @@ from kvstore_restore.pointers import Pointers
 
 
 class Input(Enum):
-    """The state of the hidden states from which a pipeline stage computes a chunk. STORED can be loaded. PRESENT is in
-    memory, until the chunk has been computed. MISSING can only come from the stage before.
+    """The state of a chunk's input: the hidden states from which a pipeline stage computes the chunk. STORED can be
+    loaded. PRESENT is in memory, until the chunk has been computed. MISSING can only come from the previous stage.
     """
 
     STORED = "stored"
@@ -28,7 +28,7 @@ class Input(Enum):
 
 class Stages:
     """The progress of restoring one request in all stages of a pipeline. `pointers` has the progress of each stage.
-    `inputs` says, for each stage except the first, which chunks' hidden states are stored.
+    `inputs` says for each stage except the first which chunks have stored hidden states, from which the stage computes.
     """
 
     def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[bool]]) -> None:
@@ -45,15 +45,16 @@ class Stages:
         return all(each.is_done for each in self.pointers)
 
     def computing(self, stage: int) -> int | None:
-        """Return the number of the chunk that the stage computes now, or None if it computes none."""
+        """Return the number of the chunk that stage number `stage` computes now, or None if it computes none."""
         return self._busy[stage]
 
     def input(self, stage: int, chunk: int) -> Input:
         return self._inputs[stage][chunk] if stage else Input.PRESENT
 
     def wanted(self, stage: int) -> int | None:
-        """Return the number of the chunk that stage number `stage` computes next, once its input is there: one of its
-        own, or else a chunk whose hidden states the next stage lacks. Return None if there is none.
+        """Return the number of the chunk that stage number `stage` should compute next, once its input is there. It is
+        a chunk that this stage lacks, or else a chunk whose hidden states the next stage lacks. Return None if neither
+        exists.
         """
         pointers = self.pointers[stage]
         if own := pointers.computable(1):
@@ -66,15 +67,14 @@ class Stages:
         return lacked
 
     def is_within_reach(self, stage: int, chunk: int) -> bool:
-        """Return whether stage number `stage` can get the input of `chunk`: the input is present or can be loaded, or
-        the previous stage has yet to compute the chunk anyway. An earlier chunk is out of reach, because the
-        previous stage would have to compute it for this stage alone.
+        """Return whether stage number `stage` can get the input (hidden states) of `chunk`: it is present or can be
+        loaded, or the previous stage will compute the chunk for itself anyway.
         """
         return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
 
     def next_compute(self, stage: int) -> int | None:
-        """Begin to compute the next chunk in stage number `stage`, and return the chunk's number. Return None if there
-        is nothing to compute now, or the input is missing.
+        """Begin to compute the next chunk in stage number `stage`, and return the chunk's number. Return None if no
+        chunk has to be computed now, or its input is missing.
         """
         if self._busy[stage] is not None:
             return None
@@ -105,8 +105,8 @@ class Stages:
         return is_lacking
 
     def loaded_input(self, stage: int, chunk: int) -> bool:
-        """Note that the hidden states of `chunk` for stage number `stage` have been loaded. Return False if the stage
-        before has computed them already.
+        """Note that the input (hidden states) of `chunk` for stage number `stage` has been loaded. Return False if the
+        previous stage had computed it already.
         """
         is_new = self.input(stage, chunk) is not Input.PRESENT
         if is_new:

@@ -19,8 +19,8 @@ ANSWER_TOKEN_NS = 20_000_000
 
 
 class EngineReports:
-    """The reports that an engine would send to `policy` while `trace` is replayed: prompts, ends of answers, and
-    made-up `hints`. `tenant_of` maps a tenant of the trace to its number in `residency`.
+    """A sender of the reports that an engine would make to `policy` while `trace` is replayed: prompts, ends of
+    answers, and made-up `hints`. `tenant_of` maps a tenant of the trace to its number in `residency`, the block index.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EngineReports:
 
 
 def hints_before(trace: Trace, request: int) -> Sequence[RecordedHint]:
-    """Return the hints that were recorded between the request before number `request` and that request."""
+    """Return the hints of `trace` that were recorded after the previous request and before request number `request`."""
     place = attrgetter("before")
     return trace.hints[bisect_left(trace.hints, request, key=place) : bisect_left(trace.hints, request + 1, key=place)]
 

@@ -37,8 +37,8 @@ class Router:
     """A router that chooses a node for each request, by the rule `name`: a random node, the node where the conversation
     was, or the node where its blocks are. `seed` makes the choices reproducible.
 
-    The last rule, `events`, knows the blocks in each node's own tiers, as a router does that follows the nodes' KV
-    events. It weighs the time that the request would take on a node, and the time in the node's queue.
+    The rule `events` knows the blocks in each node's own tiers, as a router does that follows the nodes' KV events. It
+    chooses the node with the least time for the request and for the node's queue.
     """
 
     def __init__(self, name: str, nodes: Sequence[Node], seed: int) -> None:
@@ -94,10 +94,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FleetStudy:
-    """A study of `nodes` nodes that share a remote store, against one node of their total size. `settings` apply to
-    each node, and `routings` are compared. `remote` is the shared store, or None. Requests before `count_from` are
-    served and not counted. Requests that are longer than one node's engine memory are left out of all rows, so that
-    all rows serve equal requests.
+    """A study that compares `nodes` nodes with a shared remote store to one node of their total size. `settings` hold
+    for each node, and each rule in `routings` is tried. `remote` is the shared store, or None. Requests before number
+    `count_from` are served and not counted. Requests longer than one node's engine memory are left out everywhere, so
+    that all rows serve the same requests.
     """
 
     trace: Trace

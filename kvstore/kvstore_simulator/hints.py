@@ -35,9 +35,9 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class HintOptions:
-    """The options of hints that are made up from a trace. `will_continue_auc`, `tool_call_auc` and `pause_noise` are
-    the quality of each kind; None turns it off. `queue_s` announces requests this many seconds before; 0 turns it
-    off.
+    """The options for making up an engine's hints from a trace. `will_continue_auc`, `tool_call_auc` and `pause_noise`
+    are the quality of each kind of hint; None turns the kind off. Requests are announced `queue_s` seconds before they
+    arrive; 0 turns this off.
     """
 
     will_continue_auc: float | None = None
@@ -75,10 +75,9 @@ def parse_hints(text: str, seed: int) -> HintOptions:
 
 
 def made_up(trace: Trace, hints: HintOptions) -> list[ChainHint | None]:
-    """Return for each request of `trace` the hint that an engine gives at its end, or None for each if `hints` turns
-    these off. `due_ns` counts from the first request.
-
-    A session goes on if a later request uses its last block but one (the last is often partial).
+    """Return for each request of `trace` the hint that an engine gives at its end, or None if `hints` turns these hints
+    off. Times in `due_ns` count from the first request. A session counts as continued if a later request uses its last
+    block but one, because the last block is often partial.
     """
     if hints.will_continue_auc is None and hints.tool_call_auc is None and hints.pause_noise is None:
         return [None] * trace.requests

@@ -27,8 +27,8 @@ _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flop
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The size of a model, from which the compute and bytes that hits save are counted. `flops(n)` gives the operations
-    to compute the first n tokens of a prompt.
+    """The size of a model, by which the computation and the bytes that hits save are counted. `flops(n)` returns the
+    floating-point operations to compute the first n tokens of a prompt.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ModelSize:
         return int(self.parameters * ELEMENT_BYTES)
 
     def flops_of(self, tokens: float) -> float:
-        """Return the operations to compute the first `tokens` tokens of a prompt. It is `flops` for one number."""
+        """Return the floating-point operations to compute the first `tokens` tokens of a prompt."""
         return 2.0 * tokens * (self.parameters + self.layers * self.heads * self.head_dim * tokens)
 
     def flops(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -58,8 +58,8 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in US dollars: of a GiB of the tier for an hour, and of an hour of a machine, with that machine's
-    operations a second.
+    """Prices in US dollars for the value of hits: a GiB of the tier for an hour, and an hour of a machine that makes a
+    known number of operations a second.
     """
 
     storage_usd_per_gib_hour: float
@@ -69,8 +69,8 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class HitValue:
-    """The value of the hits of counted requests: the blocks that were looked up and found, the operations that the
-    prompts take, and the operations that hits saved.
+    """The hits of the counted requests and what they saved: the number of blocks that were looked up and that were
+    found, and the floating-point operations that the prompts take and that hits saved.
     """
 
     requests: int
@@ -110,8 +110,8 @@ def load_prices(path: Path) -> Prices:
 
 
 def hit_value(trace: Trace, hits: npt.NDArray[np.int64], model: ModelSize, first: int = 0) -> HitValue:
-    """Return the value of `hits` (blocks found, for each request of `trace`) with `model`. Requests before `first`, and
-    puts, are not counted.
+    """Return the value of the hits of a replay of `trace` with `model`. `hits` has for each request the number of
+    blocks that were found. Requests before number `first`, and puts, are not counted.
     """
     asked = np.diff(trace.starts)[first:]
     counts = trace.ops[first:] != Op.PUT
@@ -128,8 +128,8 @@ def hit_value(trace: Trace, hits: npt.NDArray[np.int64], model: ModelSize, first
 
 
 def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, model: ModelSize) -> HitValue:
-    """Return the value of the hits of requests that a node has served. Blocks that were computed in the race follow the
-    engine's own blocks; blocks that were given up are at the end of the stored ones.
+    """Return the value of the hits of `requests`, which a simulated node has served. Stored blocks that were computed
+    again come after the blocks in the engine's memory; stored blocks that were given up are the last ones.
     """
     columns = [
         (each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in requests
@@ -144,8 +144,8 @@ def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, mo
 
 
 def money(prices: Prices, value: HitValue, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
-    """Return the cost of storing and the value of the saved compute, in US dollars, over the `hours` of a trace: once
-    for the whole tier of `capacity_bytes`, and once for the `held_bytes` alone.
+    """Return by name the cost of storing and the value of the saved computation, in US dollars, over the `hours` of a
+    trace. The cost is counted once for the whole tier of `capacity_bytes`, and once for the `held_bytes` in use.
     """
     storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 class RequestTimes:
-    """An index of the times at which each block of a trace is requested."""
+    """An index of a trace that says at which times each block is requested."""
 
     def __init__(self, trace: Trace) -> None:
         times_s = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
@@ -60,8 +60,8 @@ class RequestTimes:
 
 
 class PredictorEvent(NamedTuple):
-    """An event for a predictor, `now_s` seconds after the first request of a trace. `said(predictor)` delivers it; None
-    marks a time to ask for guesses.
+    """An event of a replayed trace for a predictor, `now_s` seconds after the first request. `said(predictor)` delivers
+    it. If `said` is None, the predictor is asked for guesses at that time.
     """
 
     now_s: float
@@ -69,8 +69,8 @@ class PredictorEvent(NamedTuple):
 
 
 def events(trace: Trace, ask_s: list[float]) -> Iterator[PredictorEvent]:
-    """Yield the requests, answers and hints of `trace`, and the times `ask_s` to ask for guesses, in the order of time.
-    A question comes before the events at its time.
+    """Yield the requests, answers and hints of `trace`, and the times `ask_s` (in seconds) at which to ask for guesses,
+    in the order of time. A time to ask comes before the events at the same time.
     """
     keys = [trace.key(block) for block in range(trace.distinct_blocks)]
     first_ns = int(trace.times_ns[0])
@@ -115,14 +115,16 @@ def _hinted(tenant: int, key: bytes, said: Hint, now_s: float) -> Callable[[Pred
 
 @dataclass
 class Judged:
-    """The guesses of a predictor for one horizon: the predicted chance of each, and whether it came true."""
+    """The guesses of a predictor about which chains are requested within one horizon (a number of seconds): the
+    predicted chance of each guess, and whether it came true.
+    """
 
     foretold: list[float] = field(default_factory=list)
     came: list[bool] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """Return the quality of the guesses by name; without guesses, only their number. `of the mean` is the log loss
-        of a guess that knows the share of guesses that came true.
+        """Return figures of the quality of the guesses by name, or only their number if there are none. The figure `of
+        the mean` is the log loss that a predictor would have which always says the share of guesses that came true.
         """
         foretold, true = np.array(self.foretold), np.array(self.came, dtype=np.float64)
         if not len(true):
@@ -142,8 +144,9 @@ class Judged:
 def judge(
     trace: Trace, predictor: Predictor, learn: float, questions: int, progress: Progress = lambda done, total: None
 ) -> dict[float, Judged]:
-    """Let `predictor` learn from the first share `learn` of the requests of `trace`, and ask it `questions` times in
-    the later part. Return its guesses by horizon. A horizon that ends after the trace is not asked for.
+    """Let `predictor` learn from the first part of `trace`, the share `learn` of its requests, and ask it for guesses
+    `questions` times in the later part. Return the judged guesses by horizon in seconds. A horizon that ends after the
+    trace is not judged.
     """
     uses = RequestTimes(trace)
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
@@ -169,7 +172,9 @@ def judge_all(
     questions: int,
     progress: Callable[[str, int, int], None],
 ) -> dict[float, Judged]:
-    """Judge a new predictor on each trace, as `judge` does, and return the results of all traces together."""
+    """Judge a new predictor on each of `traces`, as `judge` does, and return the guesses of all traces together by
+    horizon in seconds. `make` returns a new predictor.
+    """
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
     for trace in traces:
         predictor = make()
@@ -181,8 +186,9 @@ def judge_all(
 
 
 def question_times(trace: Trace, first: float, last: float, questions: int) -> list[float]:
-    """Return `questions` times in seconds, spaced evenly between the shares `first` and `last` of the requests. The
-    last time is ten seconds before the end, if that fits.
+    """Return `questions` times, in seconds after the first request of `trace`, at which to ask for guesses. They are
+    spaced evenly between the shares `first` and `last` of its requests. The last time is ten seconds before the end, if
+    that fits.
     """
     times = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
     begin, end = (float(times[min(int(trace.requests * share), trace.requests - 1)]) for share in (first, last))
@@ -191,8 +197,8 @@ def question_times(trace: Trace, first: float, last: float, questions: int) -> l
 
 
 def ece(chances: Floats, came: Floats) -> float:
-    """Return the expected calibration error of `chances`: the mean distance between chance and outcome `came`, over ten
-    equal bins of chance.
+    """Return the expected calibration error of the predicted `chances`: the mean distance between chance and outcome
+    `came` (1 for a guess that came true), over ten equal bins of chance.
     """
     bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
     foretold, seen = (np.bincount(bins, weights=each, minlength=BINS) for each in (chances, came))

@@ -31,8 +31,9 @@ _COMPUTE = {"flops_per_s", "efficiency", "overhead_s", "chunk_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class MediumSpec:
-    """A storage medium or link to simulate: its size, its bytes a second in each direction, and its latency. `parallel`
-    transfers may wait out their latency at once. If `duplex`, the two directions do not slow each other down.
+    """A storage medium or link of a simulated machine: its size, its bytes a second in each direction, and its latency.
+    At most `parallel` transfers wait for their latency at the same time. If `duplex`, the two directions do not slow
+    each other down.
     """
 
     name: str
@@ -46,8 +47,8 @@ class MediumSpec:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSpec:
-    """The compute of a machine. A prefill reaches the share `efficiency` of `flops_per_s`, and one pass over the
-    weights serves `chunk_tokens` tokens.
+    """The computing speed of a machine. A prefill reaches the share `efficiency` of `flops_per_s`, and each pass over
+    the weights computes `chunk_tokens` tokens.
     """
 
     flops_per_s: float
@@ -58,8 +59,8 @@ class ComputeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine to simulate: its compute, its media and its link. The link is between `engine_tier`, the medium that
-    holds the K/V of running requests, and the first tier of the store.
+    """A machine to simulate: its computing speed, its storage media by name, and its link. `engine_tier` is the medium
+    that holds the K/V of running requests, and `link` connects it with the first tier of the store.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Machine:
     media: Mapping[str, MediumSpec]
 
     def times(self, devices: int) -> Machine:
-        """Return a machine that is `devices` such machines side by side."""
+        """Return a machine with the speed and memory of `devices` machines like this one."""
         compute = replace(self.compute, flops_per_s=self.compute.flops_per_s * devices)
         media = {name: _scaled(spec, devices) for name, spec in self.media.items()}
         return replace(
@@ -84,8 +85,8 @@ class Machine:
         return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
     def pool_bytes(self, model: ModelSize) -> int:
-        """Return the bytes for blocks in the engine's memory, beside the weights of `model`. Raises ValueError if
-        nothing is left.
+        """Return the bytes of the engine's memory that are left for blocks, beside the weights of `model`. Raises
+        ValueError if no bytes are left.
         """
         left_bytes = int(self.engine_bytes * (1 - self.reserve) - model.weight_bytes)
         if left_bytes <= 0:

@@ -33,7 +33,9 @@ MOST_SAMPLES = 256
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progress: Callable[[int, int], None]) -> Node:
-    """Serve the whole trace on a node with `settings`, as `plan` says, and return the node as it is at the end."""
+    """Serve all requests of `trace` on a new simulated node with `settings`, by the way of serving `plan`, and return
+    the node as it is at the end.
+    """
     clock = ManualClock()
 
     async def run(loop: VirtualLoop) -> Node:
@@ -54,8 +56,8 @@ def simulated_request(trace: Trace, at: int, blocks: Sequence[int], now_ns: int)
 
 
 class Node:
-    """A simulated inference node, which serves the requests of a trace as `plan` says. In virtual time it gets the
-    stored blocks of each request, computes the missing ones, and stores those.
+    """A simulated inference node, which serves the requests of a trace by the way of serving `plan`. In virtual time it
+    reads the stored blocks of each request, computes the other blocks, and stores them.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class Node:
     async def run(
         self, progress: Callable[[int, int], None] = lambda done, total: None, *, is_alone: bool = True
     ) -> None:
-        """Run until the last request has been served and stored. With `is_alone` the whole trace arrives here;
-        otherwise requests arrive by `accept`, until `end`.
+        """Run until the last request has been served and its blocks stored. With `is_alone` the node takes all requests
+        of its trace; otherwise another object passes them to `accept`, and calls `end` after the last one.
         """
         async with asyncio.TaskGroup() as self._tasks:
             watching = [self._tasks.create_task(self._sample_all()), self._tasks.create_task(self._tick_all())]
@@ -375,8 +377,9 @@ class Node:
 
 
 def overlapped_s(copying_s: float, computing_s: float, layers: int) -> float:
-    """Return the seconds that computing takes while blocks are copied, both layer by layer. A layer starts when its
-    blocks have arrived and the layer before it has been computed.
+    """Return the seconds until all `layers` layers are computed, if blocks are copied layer by layer meanwhile. A layer
+    starts when its blocks have arrived and the layer before it has been computed. Copying alone takes `copying_s`
+    seconds, and computing alone `computing_s`.
     """
     if not copying_s:
         return computing_s

@@ -31,10 +31,11 @@ MakePredictor = Callable[[Trace, float], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """A way for a node to serve requests, which studies compare. `prefetches`: blocks below DRAM move up while a
-    request queues, and the next request's blocks all the way. `overlaps`: a layer computes while the next layer's
-    blocks arrive. `weighs`: computing from the head races loading from the tail. `writes_behind`: new blocks go
-    below DRAM at once. `uses_gpu`: the store has its tier of device memory; otherwise the engine has that room.
+    """A way in which a node serves requests, so that studies can compare ways. `prefetches`: while a request queues,
+    its blocks move from slower tiers to DRAM, and the next request's blocks to the fastest tier. `overlaps`: a layer is
+    computed while the next layer's blocks arrive. `weighs`: the node computes blocks from the first on while it loads
+    from the last. `writes_behind`: new blocks are written to tiers below DRAM at once. `uses_gpu`: the store has its
+    tier of device memory; otherwise the engine's own blocks get that memory.
     """
 
     name: str
@@ -65,9 +66,9 @@ ABLATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """The settings of a simulated node. `tiers` has the media of the store and their bytes, fastest first. Requests
-    arrive `speed` times as fast as recorded. `predictor(trace, speed)` makes the predictor for prefetch. `gpu` has
-    settings of that tier, as in the daemon's configuration.
+    """The settings of a simulated node. `tiers` has the media of the store with their sizes in bytes, fastest first.
+    Requests arrive `speed` times as fast as recorded. `predictor(trace, speed)` returns the predictor that triggers
+    prefetch. `gpu` has the settings of the GPU tier, as in the daemon's configuration.
     """
 
     machine: Machine
@@ -88,7 +89,7 @@ class NodeSettings:
 
     @property
     def without_gpu(self) -> NodeSettings:
-        """These settings without the GPU tier, whose memory the engine's own blocks get."""
+        """A copy of these settings without the GPU tier, whose memory the engine's own blocks get."""
         tiers = dict(self.tiers)
         return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
 

@@ -47,11 +47,9 @@ POOL = 0
 
 
 class EnginePool:
-    """The blocks in a simulated engine's own memory, of its prefix cache and its running requests: `capacity_blocks`
-    blocks of `block_bytes` bytes.
-
-    It uses the production Residency and LRU over one tier, as engines have it. A request holds all of its blocks until
-    it has been served and its stored blocks have been copied out. It never holds more blocks than the capacity.
+    """The blocks in a simulated engine's own memory: `capacity_blocks` blocks of `block_bytes` bytes, for its prefix
+    cache and its running requests. A request holds all of its blocks until it has been served and its new blocks have
+    been copied out. Blocks that no request holds are evicted by LRU.
     """
 
     def __init__(self, capacity_blocks: int, block_bytes: int) -> None:
@@ -67,9 +65,9 @@ class EnginePool:
         return len(self.residency.find_keys(tenant, keys))
 
     def hold(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> tuple[int, list[int]] | None:
-        """Make room for the whole chain `keys`. Return the number of leading blocks that were there already, and the
-        rows of all, pinned until `release`. Return None if there is no room beside the blocks that other requests
-        hold.
+        """Put the whole chain `keys` into the engine's memory. Return the number of leading blocks that were there
+        already, and the row numbers of all blocks, which are pinned until `release`. Return None if the other requests
+        hold too many blocks.
         """
         residency = self.residency
         rows = residency.find_keys(tenant, keys)
@@ -94,7 +92,7 @@ class EnginePool:
         return here, rows
 
     def release(self, rows: Sequence[int]) -> None:
-        """Unpin `rows`, which `hold` returned, so that they may be evicted."""
+        """Unpin the blocks in `rows`, a result of `hold`, so that they may be evicted."""
         for row in rows:
             self.residency.unpin(row)
 
@@ -127,8 +125,8 @@ _NO_BYTES = NoBytes()
 
 
 def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIERS) -> Client:
-    """Return the client that stands for tenant number `number` of a trace. `device_tiers` are the tiers on the device
-    that it computes on.
+    """Return a daemon's client that stands for tenant number `number` of a trace. `device_tiers` are the GPU tiers on
+    the device where the client computes.
     """
     name = f"tenant-{number}"
     return Client(
@@ -158,7 +156,7 @@ _TICKS_OF_MAINTENANCE = 5  # of the daemon, for one of a node's
 
 class NodeStore:
     """The daemon's own store in a simulated node, over simulated tiers. `media` are the engine's link and then the
-    store's tiers, fastest first; `lanes` are all lanes (queues of transfers) between them.
+    media of the store's tiers, fastest first. `lanes` are the queues of transfers between them.
     """
 
     def __init__(
@@ -252,8 +250,8 @@ class NodeStore:
         return [tier.medium.spec.name for tier in self.tiers]
 
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """Return the number of leading blocks of the chain `keys` that this node's own tiers have. Its events show as
-        much to a router.
+        """Return the number of leading blocks of the chain `keys` that are in this node's own tiers. A router learns as
+        much from the node's KV events.
         """
         residency = self.store.residency
         own = TierSet.of(*range(len(self.tiers) - len(self.store.keyed)))
@@ -263,8 +261,8 @@ class NodeStore:
     # Getting
 
     def prefetch(self, request: SimulatedRequest, in_pool: int) -> None:
-        """Start to move the blocks of `request` in slower tiers up, the last block first, without waiting. The engine
-        has the first `in_pool` blocks.
+        """Start to move the blocks of `request` from slower tiers to faster ones, the last block first, without
+        waiting. The first `in_pool` blocks are left out, because the engine has them.
         """
         residency, promoter = self.store.residency, self.store.promoter
         mask, readable = residency.rows.mask, residency.readable(residency.exported)
@@ -278,9 +276,9 @@ class NodeStore:
                 request.fetched[position] = source
 
     async def begin_get(self, request: SimulatedRequest, arrived: Arrived) -> None:
-        """Lease the stored blocks of `request` beyond the engine's own, the last first. `arrived` is called with the
-        numbers of blocks that became readable in host and in device memory, now and later; `request.ready` says
-        which.
+        """Lease the stored blocks of `request` that the engine does not have, the last block first. `arrived` is called
+        whenever blocks became readable, with the number of them in host memory and in device memory. `request.ready`
+        says which blocks.
         """
         wanted = GetRequest(
             b"".join(request.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
@@ -320,7 +318,7 @@ class NodeStore:
 
     def copy(self, mapped: int, on_device: int) -> int:
         """Copy `mapped` blocks from host memory to the engine, and `on_device` blocks within the device's memory.
-        Return the time in nanoseconds at which all are copied.
+        Return the virtual time, in nanoseconds, at which all of them are copied.
         """
         now_ns = self._clock.monotonic_ns()
         ends_ns = [now_ns]
@@ -360,8 +358,8 @@ class NodeStore:
         self.store.feed.answered(request.number, request.answer_tokens, self._clock.monotonic_ns())
 
     def hint(self, request: SimulatedRequest, hint: ChainHint, due_in_ms: int | None) -> None:
-        """Report the engine's expectation `hint` of the chain of `request`, which has ended. `due_in_ms` says when it
-        will be used.
+        """Report to the predictor and the policies the engine's expectation `hint` about the chain of `request`, which
+        has ended. `due_in_ms` is the number of milliseconds until the chain will be used, or None.
         """
         self._operations.hints.hint(self._clients[request.tenant], request.keys, hint, due_in_ms)
 
@@ -369,7 +367,7 @@ class NodeStore:
 
     async def put(self, request: SimulatedRequest, *, writes_behind: bool) -> None:
         """Store the blocks of `request` that are not stored, and return when they are readable. With `writes_behind`
-        they go below DRAM at once.
+        they are also written to the tiers below DRAM at once.
         """
         mode = DurabilityMode.BATCH if writes_behind else DurabilityMode.NONE
         offer = offer_of(request.keys, self._block_bytes)

@@ -33,8 +33,8 @@ class GpuOption:
 
 
 def read_gpu(text: str, link: MediumSpec) -> GpuOption:
-    """Parse the value `text` of the option --gpu, and return it. `link` is the profile's, which it may change. Raises
-    ValueError with one line.
+    """Parse `text`, the value of the option --gpu, and return it. `link` is the link in the machine's profile, whose
+    speed the option may change. Raises ValueError with one line.
     """
     settings: dict[str, str] = {}
     rates: dict[str, float] = {}

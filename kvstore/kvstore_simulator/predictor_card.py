@@ -25,7 +25,9 @@ Row = dict[str, Any]
 
 
 def rows_of(seen: Mapping[str, Mapping[float, Judged]]) -> list[Row]:
-    """Return a row of figures for each predictor and horizon in `seen`, for machines. Undefined figures are None."""
+    """Return a row of figures, for machines, for each predictor and horizon (in seconds) in `seen`. Undefined figures
+    are None.
+    """
     return [
         {"predictor": name, "horizon_s": horizon_s}
         | {
@@ -55,8 +57,8 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
-    """Return the description of a trained model: the recordings, its features, and its figures on the parts from which
-    it did not learn.
+    """Return a description of the trained model `trained`: the recordings in `traces`, its features, and its figures on
+    the parts of the recordings from which it did not learn.
     """
     trees = ReturnTrees(trained.arrays).trees
     return {

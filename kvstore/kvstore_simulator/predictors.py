@@ -16,8 +16,8 @@ Make = Callable[[Trace, float], Predictor]  # of a trace and the speed at which 
 
 
 def shipped(name: str, model: Path | None = None) -> Make:
-    """Return a function that makes a new predictor `name`, one of the daemon's. One is made at once as a check. Raises
-    ValueError with one line if the model file `model` cannot be used.
+    """Return a function that makes a new predictor of the daemon by its name `name`. One predictor is made at once as a
+    check. `model` is the file of a trained model. Raises ValueError with one line if it cannot be used.
     """
     create_predictor(name, model)
 
@@ -30,8 +30,8 @@ def shipped(name: str, model: Path | None = None) -> Make:
 
 
 class Oracle(Predictor):
-    """A predictor that knows the trace: the chain that each request will use, as far as it was used before, and the
-    time of its arrival. It is an upper bound for studies.
+    """A predictor that knows the trace: for each request the part of its chain that was used before, and the time of
+    its arrival. Studies use it as an upper bound for predictors.
     """
 
     name = "oracle"

@@ -38,9 +38,9 @@ _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options of the readers of traces. `seed`, `window_s` and `sessions` are for a format whose sessions have no
-    start time. `group_tokens`: make blocks of this many tokens out of smaller ones. `as_recorded`, for the project's
-    own format: a read stays a read and stores nothing.
+    """The options for reading a trace. `seed`, `window_s` and `sessions` are for a format whose sessions have no start
+    time. `group_tokens` is the number of tokens of a block, made of smaller blocks. `as_recorded`, for the project's
+    own format, keeps reads as reads, which store nothing.
     """
 
     seed: int = 0
@@ -112,10 +112,10 @@ def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace
 
 
 def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """Read a trace of Claude Code sessions and return it. Each line is a session, with times from its own start.
-
-    Starts are drawn evenly over the window with a seed; if only some sessions are wanted, they are drawn too. Blocks of
-    64 tokens are grouped; a last group that is not full is no block. Each session has ids of its own (kv-cache-tester).
+    """Read a trace of Claude Code sessions (kv-cache-tester) and return it. Each line is a session, with times from its
+    own start. The starts are drawn evenly over the window of `options`, by its seed; if only some sessions are wanted,
+    they are drawn too. Blocks of 64 tokens are combined to larger ones; an incomplete last one is left out. No two
+    sessions share a block.
     """
     group, rest = divmod(options.group_tokens, CLAUDE_BLOCK_TOKENS)
     if rest or group < 1:
@@ -194,11 +194,10 @@ def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
 
 
 def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """Read a recording of `kvstored serve --record` (docs/traces.md) and return it as a trace.
-
-    A lookup or get becomes a request that stores its missing blocks, as an engine does; so a put counts only if it
-    stores more blocks than were asked for, as answers do. A get of blocks that the client has just looked up is no new
-    request. `as_recorded`: gets only read, and all puts count.
+    """Read a recording of `kvstored serve --record` (docs/traces.md) and return it as a trace. A lookup or get becomes
+    a request that also stores its missing blocks, as an engine does. A put therefore counts only if it stores more
+    blocks than were requested before it, as for an answer. A get of blocks that the client has just looked up is no new
+    request. With `as_recorded`, gets only read, and all puts count.
     """
     builder: TraceBuilder | None = None
     parents: dict[str, str] = {}

@@ -53,8 +53,8 @@ _PART_BLOCKS = 32  # of a put are published together
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """The settings of one replay. `ttl_s` and `keep_worth` mean what they mean in the daemon's configuration; None and
-    0 turn them off.
+    """The settings of one replay of a trace. `ttl_s` and `keep_worth` have their meaning in the daemon's configuration;
+    None and 0 turn them off.
     """
 
     policy: str
@@ -69,8 +69,9 @@ class ReplaySettings:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The counts of a replay, in blocks. `hits` are by request. `held_block_s` adds up the blocks in the tier times the
-    seconds since the previous request.
+    """The counts of a replay of a trace, in blocks. `hits` has the number of found blocks for each request.
+    `held_block_s` is the sum, over all requests, of the blocks in the tier times the seconds since the previous
+    request.
     """
 
     settings: ReplaySettings
@@ -82,7 +83,7 @@ class ReplayResult:
 
 
 class Replay:
-    """One pass over a trace, with one residency, one policy and one admission."""
+    """A replay of a trace against one tier, with one eviction policy and one admission rule."""
 
     def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         self.trace = trace
@@ -170,8 +171,8 @@ class Replay:
     def request(
         self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int, prompt_tokens: int = 0
     ) -> int:
-        """Replay one request and return the number of its hits. `first_access` is the request's place among the trace's
-        block accesses.
+        """Replay one request for the blocks `keys`, and return how many leading blocks were hits. `first_access` is the
+        number of its first block among all block accesses of the trace.
         """
         residency = self.residency
         self._expire(now_ns)

@@ -66,7 +66,7 @@ def _has(rows: Sequence[Row]) -> tuple[bool, bool]:
 
 
 def reuse_table(curves: Sequence[reuse.MissRatioCurve]) -> str:
-    """Return the table of each group's LRU miss ratio, at every fourth point of the group's curve."""
+    """Return the table of LRU miss ratios: a row for each curve, with every fourth point of the curve."""
     if not curves:
         return ""
     shown = range(0, len(curves[0].capacity_blocks), 4)

@@ -21,8 +21,8 @@ _POINTS = 24
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """A miss-ratio curve of LRU for the block accesses of one group. `miss_ratio[i]` is the ratio at
-    `capacity_blocks[i]`.
+    """The miss-ratio curve of LRU for the block accesses of one group of requests, such as a tenant. `miss_ratio[i]` is
+    the share of accesses that miss in a tier of `capacity_blocks[i]` blocks.
     """
 
     tenant: int | None
@@ -35,10 +35,10 @@ class MissRatioCurve:
 
 
 def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the reuse distance of each block access of the trace, NEVER for a block's first use.
-
-    A recorded put comes right after its request and is taken to use its whole chain; `curves` does not count it. A GET
-    uses only the resident blocks, which depend on the capacity, so it has no distance: then ValueError is raised.
+    """Return the reuse distance of each block access of `trace`: the number of different blocks used since the block's
+    last use, or NEVER for its first use. A recorded put comes right after its request and counts as a use of its whole
+    chain. Raises ValueError for a trace with GETs, which use only the stored blocks, so that the distance depends on
+    the capacity.
     """
     if np.any(trace.ops == Op.GET):
         raise ValueError(

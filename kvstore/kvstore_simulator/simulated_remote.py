@@ -26,8 +26,9 @@ _PARALLEL = 64
 
 @dataclass(frozen=True, slots=True)
 class RemoteSpec:
-    """The settings of the store that all nodes share. `jitter_s` is the mean time that an operation takes beyond the
-    latency, drawn from an exponential distribution. `loss` is the share of reads that find nothing.
+    """The settings of a simulated remote store that all nodes share. An operation takes the latency and a random time
+    with the mean `jitter_s` seconds (an exponential distribution). `loss` is the share of reads that do not find a
+    stored object.
     """
 
     latency_s: float = 0.002
@@ -71,7 +72,9 @@ class SharedObjects:
 
 
 class SimulatedRemoteTier(SimulatedTier):
-    """One node's tier over the shared store, with the contract of `KeyedTier`. It loads into the medium `first`."""
+    """One node's tier of the simulated remote store, which follows the contract of `KeyedTier`. It loads blocks into
+    the medium `first`.
+    """
 
     def __init__(self, shared: SharedObjects, loop: VirtualLoop, first: SimulatedMedium) -> None:
         top = first.spec.name
@@ -108,8 +111,8 @@ class SimulatedRemoteTier(SimulatedTier):
         super().move_out(slot, destination, expect_key, self._later(read))
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Call `done` after one latency, with the payload bytes of each of `keys`, or -1 if the store lacks the
-        block.
+        """Call `done` after one latency, with the number of payload bytes of each of `keys`, or -1 for a block that the
+        store does not have.
         """
         found = [self._shared.objects.get(key, -1) for key in keys]
         now_ns = self._loop.now_ns()

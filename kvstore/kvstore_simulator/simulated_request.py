@@ -15,9 +15,9 @@ from kvstored.store.policies import EvictionPolicy, ResidencyClass
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request in a simulated node. Times are in virtual time. Of its `blocks`, `in_pool` were in the
-    engine's memory and `found[position]` in each of the store's tiers. `recomputed` blocks were in the store and
-    computed again, because that was faster.
+    """A request in a simulated node, with its record. Times are in virtual time. Of its `blocks`, `in_pool` were in the
+    engine's memory, and `found[position]` in the store's tier at each position. `recomputed` blocks were in the store
+    but were computed again, because that was faster.
     """
 
     number: int
@@ -57,7 +57,7 @@ class SimulatedRequest:
 
     @property
     def hits(self) -> int:
-        """The number of blocks that did not have to be computed."""
+        """The number of blocks of the request that did not have to be computed."""
         return self.in_pool + sum(self.found) - self.recomputed
 
     @property
@@ -80,7 +80,9 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Sample:
-    """The contents of a tier at one time: numbers of blocks by how soon the tier's policy expects them to be needed."""
+    """The number of blocks in a tier at one time, divided into three classes by how soon the tier's policy expects the
+    blocks to be needed.
+    """
 
     at_s: float
     tier: str
@@ -91,9 +93,9 @@ class Sample:
 
 @dataclass(slots=True)
 class Served:
-    """The record of a simulated node. `refused` counts requests that are longer than the engine's memory.
-    `streamed_bytes` are the bytes that computing brought from the engine's memory into SRAM. `lasted_s` is the time
-    until the last first token.
+    """The record of all that a simulated node has done. `refused` is the number of requests that are longer than the
+    engine's memory. `streamed_bytes` are the bytes that computing moved from the engine's memory into SRAM. `lasted_s`
+    is the time of the last first token of an answer.
     """
 
     requests: list[SimulatedRequest] = field(default_factory=list)
@@ -109,11 +111,15 @@ class Served:
         return [sample for each in self.rounds for sample in each]
 
     def thin(self) -> None:
-        """Drop every second round of samples, and keep the first."""
+        """Drop every second entry of `rounds`, the samples of the tiers' contents, to use less memory. The first one is
+        kept.
+        """
         self.rounds = self.rounds[::2]
 
     def sample(self, held: Iterable[tuple[str, EvictionPolicy]], now_ns: int) -> None:
-        """Record the contents of each tier at `now_ns`, by the classes of the tier's policy."""
+        """Record how many blocks each tier holds at `now_ns`, divided into the classes of the tier's policy. `held` has
+        each tier's name and policy.
+        """
         found: list[Sample] = []
         self.rounds.append(found)
         for name, policy in held:

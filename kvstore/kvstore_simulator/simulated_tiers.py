@@ -46,7 +46,9 @@ class _Line:
 
 @dataclass(slots=True)
 class Pipe:
-    """One direction of one medium. `busy_ns` is the time that its bytes took, without waiting and latency."""
+    """One direction of a simulated medium. `busy_ns` is the time in nanoseconds in which bytes moved, without waiting
+    and latency.
+    """
 
     bytes_per_s: float
     line: _Line
@@ -74,8 +76,8 @@ class SimulatedMedium:
 
     @property
     def busy_ns(self) -> int:
-        """The busy time of the medium: of the busier direction if each has its own queue, otherwise of both
-        together.
+        """The nanoseconds in which bytes moved: in the busier direction if each direction has its own queue, otherwise
+        in both together.
         """
         reading, writing = self.reading.busy_ns, self.writing.busy_ns
         return max(reading, writing) if self.spec.duplex else reading + writing
@@ -83,7 +85,9 @@ class SimulatedMedium:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The times of a transfer: when its first bytes begin to move, and when its last bytes have arrived."""
+    """The begin and end of a simulated transfer: when its first bytes begin to move, and when its last bytes have
+    arrived.
+    """
 
     begin_ns: int
     end_ns: int
@@ -125,9 +129,9 @@ class SimulatedLane:
 
 
 class SimulatedTier(Tier):
-    """A tier without bytes. `name` is its name in the configuration. `move_in` and `write` use the lane `coming`,
-    `move_out` and `read` the lane `going`. `memory` is SYSTEM if other tiers read the slots in place, FILE if the
-    tier copies them out.
+    """A storage tier without bytes, in which transfers take virtual time. `name` is its name in the configuration.
+    Writes and moves into it use the lane `coming`, reads and moves out of it the lane `going`. `memory` is SYSTEM if
+    other tiers read its slots in place, and FILE if it copies them out.
     """
 
     writable: frozenset[int] = frozenset()  # as the host tier's: by no client
@@ -198,7 +202,9 @@ class SimulatedTier(Tier):
         self._send(self._going, slot.nbytes, done)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """Lend the slot to another tier, which knows when its read ends. There is no file to lend."""
+        """Lend the slot to another tier, which reads it and knows when its read ends. Nothing else is done, because
+        there is no file to lend.
+        """
         self._reads += 1
         self._read_bytes += slot.nbytes
         load(FileImage(-1, 0, slot.nbytes - HEADER_BYTES, slot.generation), done)
@@ -233,11 +239,10 @@ class SimulatedTier(Tier):
 
 
 class SimulatedGpuTier(SimulatedTier):
-    """A GPU tier without bytes. Its blocks are in the device memory `medium`, and an engine on that device copies them
-    at the speed of that memory.
-
-    Other copies take `link`, the engine's own link between `host` and device memory, also when the device reads from
-    `nvme` past DRAM. If `nvme` is None, the device reads no drive.
+    """A GPU tier without bytes, in which transfers take virtual time. Its blocks are in the device memory `medium`, and
+    an engine on that device copies them at the speed of that memory. Other copies use `link`, the engine's own link
+    between `host` and device memory. The device also reads blocks from `nvme` over it, without DRAM; if `nvme` is None,
+    it reads none.
     """
 
     def __init__(

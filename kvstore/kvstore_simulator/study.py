@@ -26,8 +26,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study of replays. A capacity in `capacities` of at most 1 is a fraction of the trace's distinct blocks, a
-    larger one a number of blocks. Requests before `count_from` fill the tier and are not counted.
+    """A study that replays one trace with every combination of `policies`, `admissions` and `capacities`, and counts
+    hits. A capacity of at most 1 is a fraction of the trace's distinct blocks, a larger one a number of blocks.
+    Requests before number `count_from` fill the tier and are not counted.
     """
 
     trace: Trace
@@ -43,7 +44,9 @@ class Study:
     keep_worth: float = 0.0
 
     def rows(self, progress: Progress) -> Iterator[Row]:
-        """Yield each row when it is ready, the upper bounds first."""
+        """Yield a row of results for each replay when it is ready, first the upper bounds, which no policy can
+        exceed.
+        """
         distinct = self.trace.distinct_blocks
         yield self._row(UNBOUNDED, ReplaySettings(LRU, distinct), progress)
         others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]

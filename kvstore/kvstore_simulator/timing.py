@@ -42,8 +42,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The result of one plan: a row, and the data of its plots. `ttft_s` are evenly spaced quantiles, and `traffic` has
-    the bytes of each `slice_s`.
+    """The result of serving a trace under one plan: a row of figures, and the data of its plots. `ttft_s` has evenly
+    spaced quantiles of the time to first token, in seconds. `traffic` has the bytes moved in each slice of `slice_s`
+    seconds.
     """
 
     row: Row
@@ -62,11 +63,12 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
-    """A study of times: one trace served under several plans on one machine. `tiers` are the media of the store and
-    their bytes, fastest first. `pool_bytes` is the engine's own memory for blocks. Requests before `count_from` are
-    served but not counted. Each of `without` names a part of orchestration to leave out in a row of its own.
-    `predictors` maps names to predictors that trigger prefetch instead of arrivals, a row each. `gpu` is described
-    at NodeSettings; plans without that tier give its memory to the engine's own blocks.
+    """A study of latencies: one trace is served under several plans (ways of serving) on one simulated machine. `tiers`
+    are the media of the store with their bytes, fastest first. `pool_bytes` is the engine's own memory for blocks.
+    Requests before number `count_from` are served but not counted. Each of `without` names a feature of the full plan;
+    one more run leaves it out. Each of `predictors` gives one more run, in which the predictor triggers prefetch
+    instead of arrivals. `gpu` has the settings of the GPU tier; plans without that tier give its memory to the engine's
+    own blocks.
     """
 
     trace: Trace
@@ -88,8 +90,9 @@ class TimingStudy:
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
-        """Yield each result when it is ready: the engine alone, the baselines (the same one if there is one tier), then
-        the plans to compare with them.
+        """Yield the result of each plan when the trace has been served under it. The order is: the engine without a
+        store, the baseline plans, the full plan with each policy and admission, the runs that leave out a feature, and
+        the runs with predictors.
         """
         baselines = BASELINES[: len(self.settings(BEST, ALWAYS).without_gpu.tiers)]
         runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *baselines)]
@@ -103,8 +106,8 @@ class TimingStudy:
             yield self._timed(plan, self.policies[0], self.admissions[0], progress, name)
 
     def settings(self, policy: str, admission: str) -> NodeSettings:
-        """Return the settings of a node. `policy` "best" stands for the daemon's default policy of each kind of tier;
-        any other name is the policy of all tiers.
+        """Return the settings of a simulated node. `policy` "best" stands for the daemon's default policy of each kind
+        of tier; any other name is the policy of all tiers. `admission` is the rule for writes to NVMe.
         """
         return NodeSettings(
             self.machine, self.model, self.tiers, self.pool_bytes, resolve(policy), admission, self.ttl_s,

@@ -21,7 +21,7 @@ _BUSY = 0.95  # from here on time to first token is mostly queueing
 
 
 def row_policy(row: Row) -> str:
-    """Return the policy and the admission of the row's store, which distinguish the rows of one plan."""
+    """Return the policy and the admission of the store in `row`, as text that distinguishes the rows of one plan."""
     if not row["capacity_blocks"]:
         return "-"
     return policy_of(row) if row["admission"] == "always" else f"{policy_of(row)}, {row['admission']}"
@@ -37,8 +37,8 @@ def report(results: Sequence[Timed]) -> str:
 
 
 def times(row: Row) -> list[str]:
-    """Return the cells of a row's times: time to first token at three percentiles, and the speedup over the baseline at
-    two.
+    """Return the cells about time in the line for `row`: the time to first token at three percentiles, and the speedup
+    over the baseline at two.
     """
     faster = row.get("speedup")
     return [
@@ -66,8 +66,8 @@ def latency_table(rows: Sequence[Row]) -> str:
 
 
 def prefetch_table(rows: Sequence[Row]) -> str:
-    """Return the table of prefetch by prediction, or "" if no row has such prefetch. Mean times are given as multiples
-    of the times without it.
+    """Return the table about prefetch by predictors, or "" if no row has such prefetch. Its mean times are multiples of
+    the times without prefetch.
     """
     lines = []
     for row in rows:
@@ -87,7 +87,9 @@ def prefetch_table(rows: Sequence[Row]) -> str:
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
-    """Return the table of traffic: a line for each lane of each plan that has a store."""
+    """Return the table of bytes moved between tiers: a line for each lane (queue of transfers) of each plan that has a
+    store.
+    """
     lines = []
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
@@ -106,7 +108,9 @@ def _media_of(lane: str) -> set[str]:
 
 
 def residency_table(results: Sequence[Timed]) -> str:
-    """Return the table of the blocks in each tier, averaged over time, and the shares of their classes."""
+    """Return the table of the number of blocks in each tier, averaged over time, and their shares in the classes of the
+    tier's policy.
+    """
     lines = []
     for result in results:
         by_tier: dict[str, list[Sample]] = {}

@@ -22,7 +22,9 @@ _TIME_NS_MAX = 1 << 61  # 73 years: the difference of two times fits 64 bits
 
 
 class TraceError(ValueError):
-    """A file is not a trace of the expected format. The message is one line with the place and the remedy."""
+    """The error of a file that is not a trace of the expected format. The message is one line with the place in the
+    file and the remedy.
+    """
 
 
 class Op(IntEnum):
@@ -34,8 +36,8 @@ class Op(IntEnum):
 
 
 class RecordedHint(NamedTuple):
-    """A hint that an engine gave about the chain ending with `block`, before request number `before`. A field that is
-    None or 0 was not given.
+    """A hint that an engine gave about the chain that ends with `block`, before request number `before` of the trace. A
+    field that is None or 0 was not given.
     """
 
     before: int
@@ -50,8 +52,9 @@ class RecordedHint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times. `hints` are in that order too, and only recordings have them. `starts` has
-    one entry more than there are requests. `cut_after` is the last readable line of a file whose end is missing.
+    """The requests of a trace, in the order of their times. `hints` are in that order too, and only recordings have
+    them. The blocks of request i are at `starts[i]` to `starts[i + 1]` - 1, so `starts` has one entry more than there
+    are requests. `cut_after` is the number of the last readable line of a file whose end is missing.
     """
 
     name: str
@@ -90,11 +93,11 @@ class Trace:
         return len(self.parents)
 
     def key(self, block: int) -> bytes:
-        """Return the key under which residency knows `block`. It is never the zero key."""
+        """Return the 16-byte key of block number `block` in the block index. It is never the zero key."""
         return (block + 1).to_bytes(KEY_BYTES, "big")
 
     def chain(self, block: int) -> list[int]:
-        """Return the blocks of a prompt from the first one to `block`."""
+        """Return the numbers of the blocks of a prompt, from its first block to `block`."""
         found = []
         while block >= 0:
             found.append(block)
@@ -102,8 +105,8 @@ class Trace:
         return found[::-1]
 
     def part(self, first: int, last: int) -> Trace:
-        """Return requests `first` to `last` - 1 as a trace of their own, with blocks numbered anew and nothing known of
-        other requests.
+        """Return requests `first` to `last` - 1 as a trace of its own. Its blocks are numbered anew, and it knows
+        nothing of the other requests.
         """
         builder = TraceBuilder(self.name, self.format, self.block_tokens)
         for at in range(first, min(last, self.requests)):
@@ -157,8 +160,8 @@ class TraceBuilder:
         op: Op = Op.REQUEST,
         space: Hashable = None,
     ) -> None:
-        """Add a request for the blocks `ids`, head of the chain first. The same id in two `space`s stands for different
-        blocks.
+        """Add a request for the blocks `ids`, the first block of the chain first. Equal ids in two different `space`s
+        stand for different blocks.
         """
         if not (0 <= input_tokens <= _TOKENS_MAX and 0 <= output_tokens <= _TOKENS_MAX):
             raise TraceError(f"lengths are {input_tokens:.4g} and {output_tokens:.4g} tokens; 0 to {_TOKENS_MAX:.4g}")
@@ -186,8 +189,8 @@ class TraceBuilder:
             column.append(value)
 
     def add_hint(self, hint: RecordedHint, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
-        """Add `hint` for the chain of the blocks `ids`. If no request has used the chain's end yet, only the time of a
-        due request is kept, for the part of the chain that is known.
+        """Add `hint` about the chain of the blocks `ids`. If no request has used the last block yet, the hint is kept
+        only if it announces a request, for the part of the chain that is known.
         """
         numbers = [self._numbers.get(block_id if space is None else (space, block_id), -1) for block_id in ids]
         if -1 in numbers:

@@ -40,8 +40,8 @@ _MARGIN = 0.5  # of a column's range, beyond which a row is unlike those seen
 
 
 class Examples(NamedTuple):
-    """Training examples: the known numbers of chains (float32, a row for each chain), and whether each chain was
-    requested within its horizon.
+    """Training examples about chains: the model's inputs, float32 with a row for each chain, and for each row whether
+    the chain was requested within the horizon for which the row was made.
     """
 
     rows: Array
@@ -162,8 +162,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of training. `arrays` is the model. `learned` and `plain` have, by horizon, the predictions of the
-    model and of session-return for the parts that judge.
+    """The result of training a predictor's model. `arrays` is the model. `learned` and `plain` have, by horizon in
+    seconds, the judged guesses of the model and of the predictor session-return, for the parts of the traces that were
+    kept for judging.
     """
 
     arrays: dict[str, Array]

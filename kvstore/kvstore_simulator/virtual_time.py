@@ -39,7 +39,7 @@ class _TimeSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that tells time by `clock`."""
+    """An event loop in virtual time, which it reads from `clock`."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._virtual = clock
@@ -63,7 +63,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.monotonic_ns()
 
     def at_ns(self, when_ns: int, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call `callback` when `clock` reads `when_ns`, or a nanosecond later."""
+        """Call `callback` with `args` when `clock` reads `when_ns` nanoseconds, or a nanosecond later. Return the
+        handle by which to cancel that.
+        """
         return self.call_at(when_ns / NS_PER_S, callback, *args)
 
 

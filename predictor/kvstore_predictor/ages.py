@@ -38,15 +38,16 @@ _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1]
 
 
 def bins_of(ages_s: Floats) -> Ints:
-    """Return, for each age in seconds, the number of its bin (a range of ages). Ages beyond the last bin count in
-    it.
+    """Return for each age in seconds (the time since a chain's last use) the number of the age bin that contains it.
+    Longer ages are in the last bin.
     """
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
 
 
 def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
-    """Return, for each age in seconds, the number of its bin and how far through the bin it is, from 0 to 1. Ranks are
-    interpolated between two bins. The share is 0 in the wide bins of long ages, whose ranks are not known so well.
+    """Return for each age in seconds the number of its age bin, and how far through the bin the age is, from 0 to 1.
+    The second value is used to interpolate ranks between two bins. It is 0 in the wide bins of long ages, whose ranks
+    are not known so well.
     """
     bins = bins_of(ages_s)
     share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
@@ -54,7 +55,7 @@ def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
 
 
 def passed_by(ages_s: Floats) -> Ints:
-    """Return, for each age in seconds, the number of bins that it is past."""
+    """Return for each age in seconds the number of age bins that end at or before it."""
     return np.searchsorted(_ENDS_S, ages_s, side="right")
 
 
@@ -63,24 +64,25 @@ def passed(age_s: float) -> int:
 
 
 def fading(ages_s: Floats) -> Floats:
-    """Return, for each age in seconds, the factor by which a rank of the last age bin is multiplied: 1 up to the
-    beginning of that bin, then falling as 1 / age.
+    """Return for each age in seconds the factor by which to multiply a rank of the last age bin. It is 1 up to the
+    beginning of that bin, and then falls as 1 / age.
     """
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded
 
 
 def leaning(ages_s: Floats, lean: float) -> Floats:
-    """Return, for each age in seconds, a factor for ranks that falls with age, so that they follow the order of last
-    use. `lean` says how much; with 0 all factors are 1.
+    """Return for each age in seconds a factor for ranks that falls with age, so that ranks follow the order of last use
+    more. `lean` says how fast it falls; with 0 all factors are 1.
     """
     found: Floats = (1.0 + np.maximum(ages_s, 0.0) / _LEAN_S) ** -lean
     return found
 
 
 def ranks(hazards: Floats) -> Floats:
-    """Return the rank of chains at the start of each age bin, in uses a second. Each row of `hazards` has the chance of
-    a return in each bin, given none before. A rank is the highest rate of returns per second of being held.
+    """Return the rank of chains at the start of each age bin, in uses a second: the highest rate of uses that keeping
+    the chain for some further time brings. Each row of `hazards` has for one class of chains the chance of a use in
+    each age bin, given no use before.
     """
     rows = len(hazards)
     survival = np.ones((rows, BINS + 1))
@@ -101,8 +103,8 @@ END_S = float(EDGES_S[-1] + WIDTHS_S[-1])
 
 
 def cumulative(hazards: Floats) -> Floats:
-    """Return, for each row of `hazards` by age bin, the cumulative hazard (-log of the chance of no return) at the
-    start of each bin, and at END_S.
+    """Return for each row of `hazards` the cumulative hazard, -log of the chance that the chain has not returned, at
+    the start of each age bin and at END_S. A row has the chance of a return in each age bin, given no return before.
     """
     found = np.zeros((len(hazards), BINS + 1))
     np.cumsum(-np.log1p(-hazards), axis=1, out=found[:, 1:])
@@ -122,8 +124,8 @@ def at_age(table: Floats, rows: Ints, ages_s: Floats) -> Floats:
 
 
 def chance(before: Floats, after: Floats) -> Floats:
-    """Return the chance of a return between two ages, given no return before. `before` and `after` are the cumulative
-    hazards at these ages.
+    """Return the chance that a chain returns (is used again) between two ages, given no return before. `before` and
+    `after` are the cumulative hazards at these ages.
     """
     found: Floats = -np.expm1(before - after)
     return found
@@ -146,12 +148,12 @@ _RETURNS = 1.0
 
 
 def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
-    """Return the chance of a return in each age bin, by the counts of chains at several steps, from a coarse class to a
-    fine one.
+    """Return the chance of a return in each age bin, from the counts of several classes of chains, from a coarse class
+    to a fine one. `exposed` and `events` have a row for each class: the chains that could return, and the returns. One
+    chain counts `gain`.
 
-    `exposed` and `events` have a row for each step: chains that could return, and returns. One chain counts `gain`. A
-    step's own counts weigh as much as the estimate of the coarser step once they have enough exposures, and enough
-    returns are predicted for them: one return in a narrow bin is chance, however many chains were exposed.
+    The estimate of each class starts from the coarser class, and follows the class's own counts as they grow. Enough
+    returns must be predicted too: one return in a narrow bin is chance, however many chains were exposed.
     """
     first = gain * SHRINK_FIRST
     estimate: Floats = (events[0] + first * FLAT) / (exposed[0] + first)
@@ -174,12 +176,9 @@ HINT_MEANS = (  # of chances to go on, by fifths; of the wire's NextStep
 
 
 class HintFactors:
-    """The learned effect of a kind of hint: for each of its values, how many times as often its chains return as was
-    predicted without the hint.
-
-    The factors begin with the meaning of the values, as far as known. A factor keeps the knowledge about the chain
-    itself, which tables by value would have to learn again. Values are 0 (not given) and up; `means` are the factors of
-    1 and up before anything was seen.
+    """The learned effect of one kind of hint: for each value of the hint, how many times as often its chains return as
+    was predicted without it. `means` are the factors for the values 1 and up before anything was counted. The value 0
+    means that the hint was not given. A factor corrects what is known about the chain itself, instead of replacing it.
     """
 
     def __init__(self, means: Sequence[float]) -> None:
@@ -188,8 +187,8 @@ class HintFactors:
         self._factors: Floats | None = None
 
     def happened(self, values: Ints, bins: Ints, predicted: Floats, returns: Floats) -> None:
-        """Count `returns` of chains in the age bins `bins`, whose hints had the values `values`. `predicted` returns
-        were expected without the hints.
+        """Count `returns` of chains in the age bins `bins`, whose hints had the values `values`. Without the hints
+        `predicted` returns were expected.
         """
         np.add.at(self._predicted, (values, bins), predicted)
         np.add.at(self._seen, (values, bins), returns)

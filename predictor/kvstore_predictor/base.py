@@ -26,7 +26,9 @@ import numpy.typing as npt
 
 
 class NextStep(IntEnum):
-    """The reason why an engine stopped; the values are those on the wire."""
+    """The reason why an engine stopped, which says what the chain's next use may be. The numbers are those on the
+    wire.
+    """
 
     UNSPECIFIED = 0
     TOOL_CALL = 1  # a tool answers
@@ -49,8 +51,9 @@ class PredictorRequest:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """An engine's expectation about a chain. `will_continue` is the probability that it goes on, `due_s` the time when
-    a request will use it, and `next_step` why the engine stopped. None and 0 mean not given.
+    """An engine's expectation about a chain. `will_continue` is the probability that a later request continues the
+    chain, `due_s` the time when a request will use it, and `next_step` the reason why the engine stopped. None and 0
+    mean not given.
     """
 
     will_continue: float | None = None
@@ -61,11 +64,10 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A guess that the tenant number `tenant` will request the chain that ends with block `key` and is `blocks` long.
-
-    `probability` is the chance of a request within the horizon that was asked for. Before the time `first_s` a request
-    has a tenth of that chance, and before `due_s` half of it. `confidence`, from 0 to 1, says how much evidence the
-    guess has; it is 1 if an engine said so.
+    """A guess that the tenant number `tenant` will request the chain of `blocks` blocks that ends with block `key`.
+    `probability` is the chance of a request within the horizon (seconds) for which `guesses` was called. Before the
+    time `first_s` a request has a tenth of that chance, and before `due_s` half of it. `confidence`, from 0 to 1, says
+    how much evidence there is; it is 1 if an engine announced the request.
     """
 
     tenant: int
@@ -83,8 +85,8 @@ State = Mapping[str, Array]
 
 
 class Predictor(ABC):
-    """The base of predictors: it sees requests and guesses which chains will be requested, how likely, and when. All
-    times are seconds of one clock of the caller's.
+    """The base of predictors. A predictor sees requests and guesses which chains will be requested, how likely, and
+    when. All times are seconds on one clock of the caller.
     """
 
     name: str
@@ -94,7 +96,7 @@ class Predictor(ABC):
         """Note that `request` arrived at the time `now_s`, whether or not its blocks are stored."""
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:  # noqa: B027  # optional
-        """Note that the request `number` has ended with an answer of `output_tokens` tokens."""
+        """Note that the request with the number `number` has ended with an answer of `output_tokens` tokens."""
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:  # noqa: B027  # optional
         """Note an engine's expectation `hint` about the chain of `tenant` that ends with block `key`."""
@@ -106,33 +108,37 @@ class Predictor(ABC):
         """
 
     def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
-        """Return about `count` of the guesses for `horizon_s` seconds, in any order, another part of them for each
-        `turn`. The time does not grow with the number of chains. A calibration learns from these samples.
+        """Return about `count` of the guesses for the next `horizon_s` seconds, in any order. Each number `turn` gives
+        another part of the guesses. The time of a call does not grow with the number of chains. A calibration learns
+        from these samples.
         """
         return self.guesses(now_s, horizon_s, count)
 
     @abstractmethod
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Forget everything that names the blocks `keys` of `tenant`, or with None all of its blocks."""
+        """Forget everything about the blocks `keys` of `tenant`, or about all of the tenant's blocks if `keys` is
+        None.
+        """
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """Yield the learned state as pairs of a table's name and a part of it. Each takes at most half a millisecond.
-        Events may come between two of them, and their changes may be included or not. Rows that belong to a tenant
-        have its number in a column `tenant`; before `import_state` the caller may change these numbers, or leave
-        rows out.
+        """Yield the learned state as pairs of a table's name and a part of that table. Making one part takes at most
+        half a millisecond. If events come between two parts, their changes may be included or not. Rows that belong to
+        a tenant have its number in a column `tenant`; before `import_state` the caller may change these numbers, or
+        leave rows out.
         """
 
     @abstractmethod
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """Continue from `state`, the joined tables that another predictor of this name exported. Its clock is `later_s`
-        seconds behind this one's. Raises ValueError, and changes nothing, for a state that this version cannot use.
+        """Continue from `state`, the joined tables that another predictor of this name exported. `later_s` is the
+        number of seconds by which this predictor's clock is ahead of the exporter's. Raises ValueError, and changes
+        nothing, for a state that this version cannot use.
         """
 
 
 def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) -> Iterator[Array]:
-    """Yield `rows` as arrays of `dtype` with at most `most` rows, each made when it is asked for. The first array is
-    empty, so that a table without rows appears too.
+    """Yield `rows` as arrays of `dtype` with at most `most` rows; each array is made when it is requested. The first
+    array is empty, so that a table without rows appears in the state too.
     """
     yield np.empty(0, dtype)
     left = iter(rows)

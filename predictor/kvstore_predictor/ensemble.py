@@ -47,8 +47,8 @@ class _Question:
 
 
 class Ensemble(Predictor):
-    """A predictor that mixes the guesses of several others, calibrated by how often each came true. `members` are the
-    functions that make the others.
+    """A predictor that mixes the guesses of several predictors. It corrects the chances by how often each predictor's
+    guesses came true. `members` are functions that make these predictors.
     """
 
     name = "ensemble"
@@ -183,8 +183,8 @@ class Ensemble(Predictor):
         return mixed[:limit]
 
     def weights(self, horizon: int) -> list[float]:
-        """Return the weight of each member's guesses for the horizon with the number `horizon`. The weights sum to
-        1.
+        """Return the weight of each member predictor's guesses for horizon number `horizon` (its position in
+        HORIZONS_S). The weights sum to 1.
         """
         loss = (self._loss[:, horizon, 0] + _PRIOR * 0.3) / (self._loss[:, horizon, 1] + _PRIOR)
         odds = np.exp(-_TRUST * (loss - loss.min()))

@@ -32,9 +32,9 @@ class HintFeatures(Protocol):
 
 
 class Features(NamedTuple):
-    """The features of one use of a chain, each as a small number of a class. `kind` is 0 for a new chain, 1 for one
-    that continues another, and 2 for a new one that shares two blocks or more with others. `chance` and `next_step`
-    are an engine's expectation; 0 means not given.
+    """The features of one use of a chain, by which chains are divided into classes. Each is a small whole number.
+    `kind` is 0 for a new chain, 1 for a chain that continues another, and 2 for a new chain that shares two blocks or
+    more with others. `chance` and `next_step` are an engine's expectation; 0 means not given.
     """
 
     kind: int
@@ -53,11 +53,10 @@ class Features(NamedTuple):
 def continued(
     new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None, type_number: int = 0
 ) -> Features:
-    """Return the features of a chain of `length` blocks that continues another one by `new_blocks` blocks, at its use
-    number `turn`.
-
-    `gap_s`: seconds since that was used; `pace_s`: such gaps, averaged over its turns; `text_tokens`: the tokens that
-    the user added. The answer is not known yet, and never will be if no engine reports it.
+    """Return the features of a chain of `length` blocks that continues another chain by `new_blocks` blocks, at its use
+    number `turn`. `gap_s`: the seconds since the other chain's use. `pace_s`: the mean of such gaps over the turns of
+    the chain. `text_tokens`: the number of tokens that the user added. The length of the answer is not known yet, and
+    never becomes known if no engine reports it.
     """
     return Features(
         1, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), bisect_right(_TURNS, turn), AWAITED,
@@ -69,9 +68,9 @@ def continued(
 def begun(
     new_blocks: int, length: int, text_tokens: int | None, type_number: int = 0, *, is_branch: bool = False
 ) -> Features:
-    """Return the features of a chain of `length` blocks that continues no other, of which `new_blocks` are new.
-    `text_tokens` are the tokens of its prompt, or None. `is_branch` says that it shares two blocks or more with
-    others.
+    """Return the features of a chain of `length` blocks that continues no other chain, of which `new_blocks` are new.
+    `text_tokens` is the number of tokens of its prompt, or None. `is_branch` says that the chain shares two blocks or
+    more with others.
     """
     return Features(
         2 if is_branch else 0, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), 0, AWAITED, 0, 0,
@@ -80,7 +79,9 @@ def begun(
 
 
 def grown(features: Features, new_blocks: int, length: int) -> Features:
-    """Return `features` for the chain once its request has `length` blocks, of which `new_blocks` are new."""
+    """Return a copy of `features` for the same chain at a new length: it has `length` blocks, of which `new_blocks` are
+    new.
+    """
     return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
 
 
@@ -89,7 +90,9 @@ def with_answer(features: Features, output_tokens: int) -> Features:
 
 
 def with_hint(features: Features, hint: HintFeatures) -> Features:
-    """Return `features` with the expectation of `hint` added. A part that the hint leaves out stays unchanged."""
+    """Return a copy of `features` with the engine's expectation in `hint`. Features that the hint does not give stay
+    unchanged.
+    """
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:
         chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)
@@ -99,7 +102,7 @@ def with_hint(features: Features, hint: HintFeatures) -> Features:
 
 
 def coarse(features: Features) -> Features:
-    """Return `features` with gap, pace, text and type unknown, for a coarser class of chains."""
+    """Return a copy of `features` in which gap, pace, text and type are unknown, for a coarser class of chains."""
     return features._replace(gap=0, pace=0, text=0, type=0)
 
 

@@ -10,8 +10,8 @@ V = TypeVar("V")
 
 
 class Generations(Generic[K, V]):
-    """A dict that forgets old entries. It knows at least the last `most` / 2 and at most `most` entries that were set
-    or renewed. The time of a call does not grow with their number.
+    """A dict that forgets old entries. It keeps at least the last `most` / 2 and at most `most` of the entries that
+    were set or renewed. The time of a call does not grow with the number of entries.
     """
 
     def __init__(self, most: int) -> None:

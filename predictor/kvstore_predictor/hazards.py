@@ -51,7 +51,7 @@ ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0,
 
 
 class Ladder:
-    """An `order` of features, coarse to fine, with the counts for each path of feature values."""
+    """Counts of chains by ever finer classes, which the features in `order` divide from coarse to fine."""
 
     def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
         self.order = tuple(order)
@@ -59,7 +59,7 @@ class Ladder:
 
 
 def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> list[Ladder]:
-    """Return ladders with these `orders` of features, filled with the `steps` that `HazardTables.copied` yielded."""
+    """Return ladders (counts by ever finer classes) with these `orders` of features, filled with the table `steps`."""
     found = [Ladder(order) for order in orders]
     for (number, *path), counts in zip(steps["path"].tolist(), steps["counts"].astype(np.float64), strict=True):
         found[number].counts[tuple(at for at in path if at != PADDING)] = counts
@@ -67,7 +67,9 @@ def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> 
 
 
 class HazardTables:
-    """Tables of how likely chains return, by class (cell) and age, counted in several orders of features (ladders)."""
+    """Tables of how likely chains are used again (return), by class of chain and by age. A class is called a cell. The
+    counts are in several ladders, which divide classes by different orders of features.
+    """
 
     def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
@@ -117,7 +119,7 @@ class HazardTables:
             self._counts[node] = counts
 
     def counts(self) -> list[Ladder]:
-        """Return the counts of each ladder so far."""
+        """Return the present ladders (counts of chains by ever finer classes)."""
         found = [Ladder(order) for order in self.orders]
         for (number, path), node in self._nodes.items():
             found[number].counts[path] = self._counts[node] / self._gain
@@ -145,8 +147,8 @@ class HazardTables:
             yield f"factors{number}", factors.numbers()
 
     def restore(self, state: State, numbers: Ints) -> None:
-        """Continue from the state that `copied` yielded; `numbers` maps former cells to present ones. The ladders hold
-        the steps. Raises ValueError if the state is of other ladders.
+        """Continue from `state`, which `copied` of other tables yielded. `numbers` maps old numbers of cells to present
+        ones. The ladders have their counts already. Raises ValueError if the state belongs to other ladders.
         """
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
@@ -164,7 +166,7 @@ class HazardTables:
             pass
 
     def cell(self, features: Features) -> int:
-        """Return the number of the cell for chains with these `features`. New features get a new cell."""
+        """Return the number of the cell (class) of chains with `features`; new features get a new cell."""
         cells = self._cells
         found = cells.get(features)
         if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
@@ -236,12 +238,12 @@ class HazardTables:
         return node
 
     def exposed(self, cells: Ints, bins: Ints) -> None:
-        """Count one chain of each of `cells` that got through its age bin in `bins`."""
+        """Count for each of `cells` a chain that got through its age bin in `bins` without a use."""
         np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
 
     def passed(self, cell: int, first: int, last: int) -> None:
-        """Count one chain of `cell` that got through the age bins `first` to `last` - 1."""
+        """Count a chain of class `cell` that got through the age bins `first` to `last` - 1 without a use."""
         self._late[cell, 0, first:last] += 1.0
         self._is_late[cell] = 1
 
@@ -250,15 +252,15 @@ class HazardTables:
         self._is_late[cell] = 1
 
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
-        """Mark `cells` as having chains. Cells without chains for long make room for others."""
+        """Note that classes `cells` have chains. Classes without chains for long lose their numbers to others."""
         self._used_in[cells] = self._epoch
 
     def want(self, cells: npt.NDArray[np.int32]) -> None:
-        """Have the ranks of `cells` recomputed by later calls of `make`."""
+        """Have the ranks of the classes `cells` recomputed by later calls of `make`."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
 
     def fold(self, most: int = _FOLDED) -> int:
-        """Add observations of at most `most` cells to the counts. Return the number of cells."""
+        """Add new observations of at most `most` cells to the ladders' counts. Return the number of these cells."""
         is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
         cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
         if not len(cells):
@@ -287,7 +289,7 @@ class HazardTables:
         return folded
 
     def renew(self, factor: float) -> None:
-        """Multiply old counts by `factor`, so that they fade, and let all ranks be recomputed."""
+        """Multiply the counts by `factor`, so that they fade, and have the ranks of all cells recomputed."""
         self._epoch += 1
         self.evidence *= factor**EVIDENCE_DECAY
         np.maximum(self.evidence, self.evidence.max() - _BEHIND_MAX, out=self.evidence)
@@ -315,7 +317,7 @@ class HazardTables:
             self._free.append(cell)
 
     def make(self, most: int = _MADE) -> int:
-        """Recompute the ranks of at most `most` cells. Return the number of cells."""
+        """Recompute the ranks of at most `most` wanted cells (classes of chains). Return the number of cells."""
         most = min(most, _MADE)
         is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
         cells = self._asked[:most]
@@ -339,17 +341,17 @@ class HazardTables:
 
     @property
     def are_many_asked(self) -> bool:
-        """True if enough cells wait for new ranks to call `make`."""
+        """True if `make` should be called, because many cells wait for new ranks."""
         return len(self._asked) >= _MADE // 4
 
     def weights(self) -> Floats:
-        """Return the weight of each ladder's estimates, by how well it predicted the outcomes; together 1."""
+        """Return the weight of each ladder, by how well its estimates predicted outcomes. They sum to 1."""
         odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
         weights: Floats = odds / odds.sum()
         return weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
-        """Return the factors for hints of a chance, and of a next step, by value and age bin."""
+        """Return the factors for hints of a chance, and of a next step, as arrays [value of the hint, age bin]."""
         chances, next_steps = self._hint_factors
         return chances.factors(), next_steps.factors()
 
@@ -358,7 +360,7 @@ class HazardTables:
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
-        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as `make` last did it."""
+        """Return the rank (uses a second) of a chain of class `cells[i]` at age `ages_s[i]` in seconds, from `make`."""
         bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
         found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
@@ -366,7 +368,7 @@ class HazardTables:
         return found
 
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
-        """Return the chance of a return in each age bin, given none before, a row for each of `cells`."""
+        """Return the chance of a return in each age bin, given none before, with a row for each of `cells`."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
         asked = np.flatnonzero(np.isin(cells, self._asked)) if self._asked else ()
         if len(asked):
@@ -377,7 +379,7 @@ class HazardTables:
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
-        """Return the rank, in uses a second, of a chain of `cell` used just now."""
+        """Return the rank (uses a second) of a chain of the class `cell` that was used just now."""
         return float(self._ranks[cell, 0])
 
     def _estimated(self, cells: Ints | Sequence[int]) -> Floats:

@@ -38,8 +38,8 @@ class _Question:
 
 
 class LearnedPredictor(Predictor):
-    """A predictor that corrects session-return's chances by a learned `model`, as far as the model does better lately.
-    It remembers the last `requests_max` requests.
+    """A predictor that corrects the chances of the predictor session-return by a trained `model`. The correction has
+    more weight the better the model predicted lately. It remembers the last `requests_max` requests.
     """
 
     name = "learned"
@@ -81,8 +81,8 @@ class LearnedPredictor(Predictor):
             question.is_gone[at] = True
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
-        """Return the model's inputs for the chain of each of `guesses`, a row of numbers each, also used for training.
-        The guesses were made just now, at `now_s` for `horizon_s` seconds, by a model without trees.
+        """Return the model's inputs, one row of numbers for the chain of each of `guesses`. The guesses were made just
+        now, at the time `now_s` for the next `horizon_s` seconds, without a trained model. Training uses the rows too.
         """
         return self._rows.rows(guesses, now_s, horizon_s)
 
@@ -130,8 +130,8 @@ class LearnedPredictor(Predictor):
         return self._mixed(self._plain.sample(now_s, horizon_s, count, turn), now_s, horizon_s)
 
     def say(self, horizon_s: float) -> float:
-        """Return the weight, from 0 to 1, that the model has in a chance for `horizon_s` seconds. Session-return has
-        the remaining weight.
+        """Return the weight, from 0 to 1, of the trained model in a chance for the next `horizon_s` seconds.
+        Session-return's chance has the remaining weight.
         """
         plain, model = self._losses[nearest(horizon_s)]
         return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))

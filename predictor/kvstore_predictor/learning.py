@@ -28,9 +28,9 @@ _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
 class Aging(Protocol):
-    """The chains that a learner observes, in slots: for each its class `cell`, the age bin `bin` up to which its age
-    has been counted, the time `used_s` of its last use, and `live` while a return is awaited. `slots` is the number
-    of slots.
+    """The chains that a learner observes, one in each of `slots` slots. Each slot has the chain's class `cell`, the
+    number `bin` of the age bin up to which its age has been counted, the time `used_s` of its last use, and `live`,
+    which is True while the chain's next use is awaited.
     """
 
     cell: array[int]
@@ -40,13 +40,13 @@ class Aging(Protocol):
     slots: int
 
     def wanted(self, live: Ints) -> Ints:
-        """Return the slots in `live` whose ranks will be asked for."""
+        """Return the slots among `live` for which ranks will be needed."""
 
 
 class Learner:
-    """A learner of how likely chains return: it counts what `chains` do, in small steps, and owns the hazard tables.
-    Call `step` while `is_due`. With `forgets` old counts fade. With `ranked` the tables are asked for ranks, which
-    have to follow events more closely.
+    """A learner of how likely chains are used again. In small steps it counts in its hazard tables what happens to
+    `chains`. Call `step` while `is_due`. With `forgets` old counts fade. Set `ranked` if ranks are read from the
+    tables, because ranks must follow events more closely.
     """
 
     def __init__(self, chains: Aging, ladders: Sequence[Ladder], *, forgets: bool = True, ranked: bool = True) -> None:
@@ -72,8 +72,8 @@ class Learner:
         self.requests, self.returns, self.renewed, self._renew_at = map(int, numbers)
 
     def returned(self, chain: int, gap_s: float) -> None:
-        """Count a return of the chain in slot `chain`, `gap_s` seconds after its last use. A return after the last age
-        bin counts as none.
+        """Count that the chain in slot `chain` was used again, `gap_s` seconds after its last use. A return after the
+        last age bin does not count as a return.
         """
         chains = self._chains
         now_bin = self._count_age(chains.cell[chain], chains.bin[chain], gap_s)
@@ -82,8 +82,8 @@ class Learner:
         self.returns += 1
 
     def grew_older(self, chain: int, now_s: float) -> None:
-        """Count the age bins that the chain in slot `chain` has passed by the time `now_s`, before its class
-        changes.
+        """Count the age bins that the chain in slot `chain` has passed without a use by the time `now_s`. Call it
+        before the chain's class changes.
         """
         chains = self._chains
         age_s = now_s - chains.used_s[chain]
@@ -101,8 +101,8 @@ class Learner:
         return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
 
     def step(self, now_s: float, budget_us: float) -> bool:
-        """Do pieces of the work that is due, for about `budget_us` microseconds. Return False if there was no time for
-        any.
+        """Do some of the counting and fading of counts that is due, for about `budget_us` microseconds. Return False if
+        the time did not suffice for any of it.
         """
         left_us = budget_us
         while self.is_due and (took_us := self._slice(now_s, left_us)):

@@ -33,7 +33,7 @@ FOLLOWER = np.dtype([("context", "i8", (ORDER,)), ("symbol", "i8"), ("count", "f
 
 
 class Successor(NamedTuple):
-    """A symbol (a document's number) that may come next, with its `chance`, and the seconds `gap_s` until then."""
+    """A symbol (a document's number) that may come next, its `chance`, and the seconds `gap_s` until then."""
 
     symbol: int
     chance: float
@@ -41,11 +41,9 @@ class Successor(NamedTuple):
 
 
 class Successors:
-    """Counts of which symbol follows which, after contexts of one to three symbols, mixed as in PPM.
-
-    The more often a long context was seen, the more its counts weigh; the remaining weight goes to the next shorter
-    context (Cleary and Witten, IEEE Trans. Comm. 32, 1984). Counts decay with every use of their context. At most
-    `contexts_max` contexts are kept, with at most `_FOLLOWERS` followers each.
+    """Counts of which symbol (the number of a document) follows which contexts of one to three symbols, mixed as in PPM
+    (Cleary and Witten, IEEE Trans. Comm. 32, 1984): often seen long contexts weigh most. Counts decay with every use of
+    their context. At most `contexts_max` contexts are kept, with at most `_FOLLOWERS` followers each.
     """
 
     def __init__(self, contexts_max: int) -> None:
@@ -75,7 +73,7 @@ class Successors:
                 known[1] += (gap_s - known[1]) / min(known[0], 8.0)
 
     def next(self, history: Sequence[int]) -> list[Successor]:
-        """Return the symbols that may come next after `history`. Longer contexts count more."""
+        """Return the symbols that may come next after the symbols `history`. Longer contexts have more weight."""
         left, found = 1.0, dict[int, tuple[float, float]]()
         for length in range(len(history), 0, -1):
             followers = self._of.get(tuple(history[-length:]))
@@ -89,7 +87,7 @@ class Successors:
         return [Successor(symbol, chance, gap_s) for symbol, (chance, gap_s) in found.items()]
 
     def ahead(self, history: Sequence[int], until_s: float) -> list[Successor]:
-        """Return the symbols that may come within `until_s` seconds after the last one of `history`, by the likeliest
+        """Return the symbols that may come within `until_s` seconds after the last one of `history`, by likely
         paths.
         """
         best: dict[int, Successor] = {}
@@ -111,8 +109,8 @@ class Successors:
         return list(best.values())
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], int, float, float]]:
-        """Yield all counts as rows of the dtype FOLLOWER. Shorter contexts are padded with -1. Counts made meanwhile
-        may be included or not.
+        """Yield all counts as rows of the dtype FOLLOWER; short contexts are padded with -1. Counts that change
+        meanwhile may be included or not.
         """
         for context in self._of.names():
             padded = (-1,) * (ORDER - len(context)) + context
@@ -173,7 +171,9 @@ class _Document:
 
 
 class Markov(Predictor):
-    """A predictor of documents that are requested again, and of fixed sequences. It knows `documents_max` documents."""
+    """A predictor of documents (prefixes that were requested at least twice) that are requested again or follow each
+    other in a fixed order. It knows `documents_max` documents.
+    """
 
     name = "markov"
 

@@ -21,8 +21,8 @@ FILE = "chain_hazard.json"
 
 
 class Prior(NamedTuple):
-    """A prior for a hazard table, learned on a recorded `workload`: counts (exposed and events, by age bin) for each
-    path of values of the features `order`.
+    """Counts for a hazard table that were learned on a recorded `workload`, so that a new predictor does not start
+    empty. They have exposed chains and returns by age bin, for each sequence of values of the features in `order`.
     """
 
     workload: str
@@ -32,8 +32,8 @@ class Prior(NamedTuple):
 
 @cache
 def shipped() -> tuple[Prior, ...]:
-    """Return the priors that are installed with the package. Without the model file there are none, and every table
-    starts empty.
+    """Return the priors (counts to start from) that are installed with the package. If the model file is missing,
+    return none; every table then starts empty.
     """
     try:
         text = resources.files("kvstore_predictor").joinpath(FILE).read_text()

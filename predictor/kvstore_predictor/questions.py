@@ -15,7 +15,7 @@ Name = tuple[int, bytes]  # tenant and block
 
 
 class Dated(Protocol):
-    """A question about guesses that can be answered after the time `due_s`."""
+    """A question (a set of guesses about requests) that can be judged after the time `due_s`."""
 
     due_s: float
 
@@ -29,8 +29,8 @@ def nearest(horizon_s: float) -> int:
 
 
 class OpenQuestions(Generic[Question]):
-    """The questions, at most `most`, whose outcome is not known yet. A question is a set of guesses that a predictor
-    made at one time and will compare with the requests that come. A guess is named by its position in its question.
+    """The questions whose outcome is not known yet, at most `most`. A question is a set of guesses that a predictor
+    made at one time and compares with the requests that follow. A guess is named by its position in its question.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,8 +44,8 @@ class OpenQuestions(Generic[Question]):
         return len(self._open) < self._most
 
     def ask(self, question: Question, concerns: Iterable[tuple[Name, int]]) -> None:
-        """Add `question`. Each of `concerns` is a tenant and a block, and the position of the guess that a request of
-        this block makes come true.
+        """Add `question`, a set of guesses. Each of `concerns` is a pair: a tenant and a block, and the position of the
+        guess that comes true if that block is requested.
         """
         names: list[Name] = []
         for (tenant, key), at in concerns:
@@ -55,8 +55,9 @@ class OpenQuestions(Generic[Question]):
         self._due_s = min(self._due_s, question.due_s)
 
     def taken(self, tenant: int, keys: Iterable[bytes] | None) -> Iterator[tuple[Question, int]]:
-        """Yield the open guesses, as pairs of question and position, that a request of the blocks `keys` of `tenant`
-        decides, and remove these blocks. None stands for all blocks.
+        """Yield, as pairs of a question and a position, the guesses that a request of the blocks `keys` of `tenant`
+        makes come true, and remove these blocks from the questions. None for `keys` stands for all blocks of the
+        tenant.
         """
         by_block = self._by_block.get(tenant)
         if by_block:
@@ -64,8 +65,8 @@ class OpenQuestions(Generic[Question]):
                 yield from by_block.pop(key, ())
 
     def over(self, now_s: float) -> list[Question]:
-        """Remove and return the questions whose guesses can be judged, because the time `due_s` has passed at
-        `now_s`.
+        """Remove and return the questions whose time `due_s` has passed at `now_s`, so that their guesses can be
+        judged.
         """
         if now_s <= self._due_s:
             return []

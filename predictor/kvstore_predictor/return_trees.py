@@ -32,12 +32,13 @@ _TENANT = np.dtype([("tenant", "i8"), *((name, "f8") for name in _COUNTS)])
 
 
 class ChainRows:
-    """A maker of a model's inputs: a row of numbers for each chain that the predictor `sessions_of` guesses. It only
-    reads that predictor.
+    """A maker of the inputs of a trained model: one row of numbers for each chain that the predictor `sessions_of`
+    guesses. It reads that predictor and does not change it. It counts by itself how often and how soon each tenant's
+    chains go on.
 
-    It owns how often and how soon each tenant's chains go on. No column grows or falls with the time of day: a model
-    would learn from it when the recording was made. A row has a number for each of COLUMNS: log odds of
-    session-return's chance, logarithms of times and counts, classes of `Features` unchanged; -1: not known.
+    A row has a number for each of COLUMNS: log odds of session-return's chance, logarithms of times and counts, and the
+    classes of `Features`; -1 means not known. No column depends on the date, from which a model would learn when the
+    recording was made.
     """
 
     def __init__(self, sessions_of: SessionReturn) -> None:
@@ -65,8 +66,8 @@ class ChainRows:
         self._tenants.pop(tenant, None)
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
-        """Return one row of numbers, one for each of COLUMNS, for each of `guesses`, which were made at `now_s` for
-        `horizon_s` seconds.
+        """Return an array with a row for each of `guesses` and a column for each of COLUMNS: the inputs of the trained
+        model. The guesses were made at the time `now_s` for the next `horizon_s` seconds.
         """
         sessions = self._of.sessions
         slots: Ints = np.array([sessions.by_end(guess.tenant, guess.key) for guess in guesses], np.int64)
@@ -100,8 +101,8 @@ class ChainRows:
         yield "tenants", np.array([(tenant, *known) for tenant, known in self._tenants.items()], _TENANT)
 
     def import_state(self, state: State, later_s: float) -> None:
-        """Continue from `state`, on a clock that is `later_s` seconds ahead. Raises ValueError for a state that this
-        version cannot use.
+        """Continue from `state`, which another object exported. `later_s` is the number of seconds by which this
+        object's clock is ahead of the exporter's. Raises ValueError for a state that this version cannot use.
         """
         found: Array | None = state.get("tenants")
         if found is None or found.dtype != _TENANT or not all(np.isfinite(found[name]).all() for name in _COUNTS):
@@ -148,9 +149,9 @@ class ReturnTrees:
         return len(self._roots)
 
     def as_arrays(self) -> dict[str, Array]:
-        """Return the model as arrays by name. `column` to `value` have an entry for each node of all trees; a leaf is
-        its own child. `roots` has the first node of each tree, `calibration` the offset and factor for the odds, and
-        `low` and `high` the range of each column in training.
+        """Return the model as arrays by name. `column`, `threshold`, `left`, `right` and `value` have an entry for each
+        node of all trees; a leaf is its own child. `roots` has the first node of each tree, `calibration` the offset
+        and factor for the odds, and `low` and `high` the range of each column in training.
         """
         return {
             "version": np.array(VERSION), "columns": np.array(COLUMNS), "column": self._column,
@@ -159,14 +160,16 @@ class ReturnTrees:
         }  # fmt: skip
 
     def knows(self, rows: Floats) -> Array:
-        """Return for each of `rows` whether it resembles the training data: no column is outside its range in
-        training.
+        """Return for each of `rows` True if the model can judge it: every column is inside its range in the training
+        data.
         """
         found: Array = np.all((rows >= self._low) & (rows <= self._high), axis=1)
         return found
 
     def chances(self, rows: Floats) -> Floats:
-        """Return the chance of a return for each of `rows`."""
+        """Return for each of `rows` (the inputs about one chain) the chance that the chain is requested again within
+        the row's horizon.
+        """
         offset, factor = self._calibration
         odds = offset + factor * np.concatenate(
             [np.empty(0), *(self._odds(rows[first : first + _AT_ONCE]) for first in range(0, len(rows), _AT_ONCE))]
@@ -205,7 +208,7 @@ class ReturnTrees:
 
 
 def without_trees() -> ReturnTrees:
-    """Return a model without trees, which gives session-return's chances unchanged."""
+    """Return a model that gives the chances of the predictor session-return unchanged, because it has no trees."""
     ends = {"low": -np.inf, "high": np.inf}
     return ReturnTrees({
         "version": np.array(VERSION), "columns": np.array(COLUMNS), "value": np.empty(0),

@@ -35,15 +35,15 @@ _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
 
 def starting_ladders() -> list[Ladder]:
-    """Return the tables from which learning starts: the shipped priors, and an empty one. The tables that predict best
-    count most.
+    """Return the ladders (counts of chains by ever finer classes) from which learning starts: one for each shipped
+    prior, and an empty one. Ladders that predict better get more weight later.
     """
     return [*(Ladder(prior.order, prior.counts) for prior in shipped()), Ladder(_ORDER)]
 
 
 class SessionReturn(Predictor):
-    """A predictor of sessions that go on, by the ages of their last requests. It remembers the last `requests_max`
-    requests: one in 16 blocks, for 64 MB a million blocks.
+    """A predictor of sessions that go on with another request, which it judges by the time since their last request. It
+    remembers the last `requests_max` requests: one for 16 blocks of the store, which takes 64 MB a million blocks.
     """
 
     name = "session-return"
@@ -210,8 +210,8 @@ _NO_KEY = bytes(16)
 
 
 def exported(sessions: AwaitedReturns, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
-    """Yield the learned state of a session-return, as pairs of a table's name and a part of it. Chains come in the
-    order of their last use. Requests whose answer is awaited are left out.
+    """Yield the learned state of a `SessionReturn`, as pairs of a table's name and a part of that table. Sessions come
+    in the order of their last use. Requests whose answer has not ended are left out.
     """
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
@@ -242,8 +242,9 @@ def _chains(sessions: AwaitedReturns, features: Sequence[Features | None], slots
 
 
 def restored(state: State, slots: int, later_s: float) -> tuple[AwaitedReturns, list[Features | None], Learner]:
-    """Return the sessions, features and learner in the exported `state`, with room for `slots` chains, on a clock that
-    is `later_s` seconds ahead. Raises ValueError for a state that this version cannot use.
+    """Return the sessions, the features of each and the learner from `state`, which `exported` yielded, with room for
+    `slots` sessions. `later_s` is the number of seconds by which the clock of the new objects is ahead of the
+    exporter's. Raises ValueError for a state that this version cannot use.
     """
     try:
         about, steps = json.loads(state["about"].tobytes()), state.get("steps", np.empty(0, STEP))

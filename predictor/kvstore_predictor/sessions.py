@@ -44,10 +44,10 @@ class _Names:
 
 
 class AwaitedReturns:
-    """The known sessions whose next request is awaited, one in each of `slots` slots, with a column for each of their
-    facts. `live`: a return is awaited. `tokens`: tokens of prompt and answer, -1 if not known; `answer`: the
-    answer's part of them. `bin`: the age bin up to which its age has been counted. `due_s`: the time when a request
-    will use it, 0 for none.
+    """A table of the known sessions whose next request is awaited, with one session in each of `slots` slots. `live`:
+    True while the next request is awaited. `tokens`: the tokens of the last prompt and answer, -1 if not known;
+    `answer`: the tokens of that answer. `bin`: the number of the age bin up to which the time since the last request
+    has been counted. `due_s`: the time when a request is announced to continue the session, 0 if none is.
     """
 
     def __init__(self, slots: int) -> None:
@@ -63,12 +63,12 @@ class AwaitedReturns:
         self._marks = 0
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return `live` unchanged: the slots, all of which may be asked about."""
+        """Return the slots `live` unchanged, because ranks may be needed for all sessions."""
         return live
 
     def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return the slot of the session that a request of `tenant` for `keys` continues, and the number of leading
-        keys that it knows. Return (-1, 0) if it continues none.
+        """Return the slot of the session that a request of `tenant` for the blocks `keys` continues, and how many
+        leading `keys` belong to that session already. Return (-1, 0) if the request continues none.
         """
         names = self._names.get(tenant)
         if names is None:
@@ -84,8 +84,8 @@ class AwaitedReturns:
         return -1, 0
 
     def known(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """Return the number of leading `keys` that other requests of `tenant` had, as far as marks show it. It is at
-        least half of the true number.
+        """Return how many leading `keys` other requests of `tenant` had too, by the marks that are kept for some
+        blocks. The result is at least half of the true number.
         """
         names, found, depth = self._names.get(tenant), 0, 2
         while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
@@ -93,15 +93,16 @@ class AwaitedReturns:
         return found
 
     def fan_of(self, slot: int, keys: Sequence[bytes]) -> int:
-        """Return the number of different blocks that have followed the last block but one of `keys`, which continue the
+        """Return how many different blocks have followed the last block but one of `keys`, a request that continues the
         session in `slot`.
         """
         is_same = len(keys) > 1 and self.above[slot] == keys[-2] and self.last[slot] != keys[-1]
         return self.fan[slot] + 1 if is_same else 0
 
     def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0, known: int = 0) -> int:
-        """Take the next slot for a request of `tenant` for `keys`, and return it. The caller sets every column. `fan`
-        is the result of `fan_of`. The first `known` keys have marks already, from the chain that is continued.
+        """Take the next slot for a session that a request of `tenant` for the blocks `keys` begins or continues, and
+        return the slot. The caller sets every column of the slot. `fan` is the result of `fan_of`. The first `known`
+        keys have marks already, from the session that is continued.
         """
         slot = self.hand
         self.hand = slot + 1 if slot + 1 < self.slots else 0
@@ -173,8 +174,8 @@ class AwaitedReturns:
         return -1 if names is None else max(names.ends.get(key, -1), -1)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Forget each session of `tenant` whose chain ends with one of `keys`, or has it before its end. None stands
-        for all keys.
+        """Forget each session of `tenant` whose chain has one of the blocks `keys` as its last block or its last but
+        one, or all of the tenant's sessions if `keys` is None.
         """
         names = self._names.get(tenant)
         if names is None:
@@ -188,8 +189,8 @@ class AwaitedReturns:
         self._drop_if_empty(tenant)
 
     def marks(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield for each mark the tenant, the key, and whether many sessions share the block. Changes made meanwhile
-        may be included or not.
+        """Yield the marks of blocks, by which later requests recognize shared blocks: for each the tenant, the key, and
+        whether many sessions share the block. Changes made meanwhile may be included or not.
         """
         for tenant, names in list(self._names.items()):
             for marks in (names.old_marks, names.marks):

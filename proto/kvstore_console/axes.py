@@ -21,8 +21,8 @@ _LEAST = 1e-9  # a value below it is nothing
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a chart, from `low` to `high`, with `marks` (values that are labelled) between them. `show` writes a
-    value as text. `high` is above `low`; on a logarithmic axis (`is_log`) `low` is over 0.
+    """An axis of a chart for values from `low` to `high`. `marks` are the values that are labelled, and `show` writes a
+    value as text. `high` is above `low`; on a logarithmic axis (`is_log`) `low` is above 0.
     """
 
     low: float
@@ -44,8 +44,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A kind of number on a chart's axis, such as bytes or seconds. `show` writes one as text, `base` is 10 or 2 for
-    the steps of the marks, `is_log` makes the axis logarithmic, and `top` is a fixed end of the axis, or 0 for none.
+    """A kind of number on a chart's axis, such as bytes or seconds. `show` writes a number as text, `base` (10 or 2)
+    decides which marks are round, `is_log` makes the axis logarithmic, and `top` is a fixed upper end of the axis, or 0
+    for none.
     """
 
     show: Show

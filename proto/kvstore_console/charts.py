@@ -87,8 +87,8 @@ def area_chart(title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis,
 def bar_chart(
     title: str, note: str, groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], show: Show
 ) -> str:
-    """Return a chart of horizontal bars as HTML. Each of `groups` is a name and its values, one for each name in
-    `series`. All bars have one scale, from zero to the largest value; `show` writes a value as text.
+    """Return a chart of horizontal bars as HTML. Each of `groups` is a name and its values, one value for each name in
+    `series`. All bars have one scale, from zero to the largest value. `show` writes a value as text.
     """
     most = max((value for _, values in groups for value in values), default=0.0) or 1.0
     drawn, down = [], 8.0
@@ -132,8 +132,8 @@ def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
 
 
 def columns(x: Axis, at: Sequence[float], texts: Sequence[str]) -> str:
-    """Return SVG of invisible columns over a chart with the x axis `x`. Column i reaches from `at[i]` to the next, and
-    shows `texts[i]` while the pointer is over it.
+    """Return SVG of invisible columns over a chart with the x axis `x`. Column number i reaches from the x value
+    `at[i]` to the next one, and shows the text `texts[i]` while the pointer is over it.
     """
     edges = [_across(x, each) for each in [*at, x.high]]
     return "".join(

@@ -147,8 +147,8 @@ def one_of(option: str, text: str, known: Collection[str]) -> str:
 
 
 def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the words of `text`, the value of `option`, each once; commas or blanks separate them. "all" stands for
-    `every`. Raises ValueError with one line if a word is not in `known`.
+    """Split `text`, the value of `option`, at commas and blanks, and return its words, each once. The word "all" stands
+    for the words `every`. Raises ValueError with one line if a word is not in `known`.
     """
     if text == "all" and every:
         return every
@@ -164,8 +164,8 @@ def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ..
 
 
 class ListAction(argparse.Action):
-    """An argparse action for an option that takes a list: `1 4 16`, `1,4,16` and `"1, 4"` are equal. `of` converts a
-    word to an item, and raises ValueError for a wrong one.
+    """An argparse action for an option that takes a list, written as `1 4 16`, `1,4,16` or `"1, 4"`. `of` converts a
+    word to an item of the list, and raises ValueError for a wrong word.
     """
 
     def __init__(self, *, of: Callable[[str], Any] = str, **settings: Any) -> None:

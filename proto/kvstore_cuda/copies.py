@@ -72,8 +72,8 @@ class Runs:
         return map(CopyRun, *self.columns.tolist())
 
     def slices(self, nbytes: int) -> list[Runs]:
-        """Split these copies, in order, into sets of at most `nbytes` bytes each, and return the sets. A larger copy
-        makes a set alone.
+        """Split these copies, in order, into sets of at most `nbytes` bytes each, and return the sets. A copy of more
+        bytes makes a set of its own.
         """
         parts, begin, ends = [], 0, np.cumsum(self.nbytes)
         while begin < len(self):
@@ -84,15 +84,15 @@ class Runs:
         return parts
 
     def merged(self) -> Runs:
-        """Return these copies with neighbours merged: copies whose sources and destinations both follow each other
-        become one. The driver merges none, and small copies are slow.
+        """Return these copies with neighbours merged into one copy: two copies are neighbours if the second continues
+        both the source and the destination of the first. The driver does not merge them, and small copies are slow.
         """
         (merged,) = self.merged_groups((0, len(self)))
         return merged
 
     def merged_groups(self, bounds: Sequence[int]) -> list[Runs]:
-        """Split these copies into groups, from each position in `bounds` to the next, and return the groups, each with
-        its neighbours merged as by `merged`.
+        """Split these copies into groups and return the groups. Group i has the copies from position `bounds[i]` to the
+        next bound. In each group, copies whose sources and destinations follow each other are merged into one.
         """
         columns, edges = self.columns, [bound - 1 for bound in bounds if 0 < bound < len(self)]
         steps = columns[:2, 1:] - columns[:2, :-1]

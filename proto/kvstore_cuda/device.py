@@ -25,10 +25,11 @@ _never_unmapped: list[object] = []  # host memory that could not be unregistered
 
 
 class CudaDevice:
-    """A CUDA device, with a share of its primary context, which torch and CuPy use too. `index` is its number in this
-    process. `identity` is a number of 64 bits, not 0, that names the device to every process, also after a restart
-    of the machine. `missing` is the error message if there is no library. The constructor makes no context current:
-    see `use_in_this_thread` and `current`. Raises NoDriver, DriverError.
+    """A CUDA device, for memory, copies and kernels. It uses the device's primary context, which torch and CuPy use
+    too. `index` is the device's number in this process. `identity` is a number of 64 bits, not 0, that names the device
+    to every process, also after a restart of the machine. `missing` is the error message if the CUDA library is
+    missing. The constructor makes no context current: see `use_in_this_thread` and `current`. Raises NoDriver,
+    DriverError.
     """
 
     def __init__(self, index: int, missing: str = LIBRARY_MISSING) -> None:
@@ -108,7 +109,9 @@ class CudaDevice:
             raise NoDriver(f"CUDA device {self.index} cannot export memory as a file descriptor")
 
     def granularity_bytes(self) -> int:
-        """Return the number of bytes of which sizes of exportable device memory should be multiples."""
+        """Return the granularity of exportable device memory in bytes. Sizes passed to `create` should be multiples of
+        it.
+        """
         option = self.driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self.call("cuMemGetAllocationGranularity", self._properties, option))
 
@@ -117,8 +120,8 @@ class CudaDevice:
         return self.call("cuMemCreate", nbytes, self._properties, 0)
 
     def export_descriptor(self, handle: Any) -> int:
-        """Return a new file descriptor for the device memory of `handle`, to pass to another process. The memory lives
-        as long as the descriptor, which the caller closes.
+        """Return a new file descriptor of the device memory of `handle`, to pass to another process. The memory lives
+        at least as long as the descriptor, which the caller closes.
         """
         return int(self.call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
 
@@ -149,8 +152,8 @@ class CudaDevice:
         return int(address)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """End the mapping of `nbytes` bytes of device memory at `address`. If the first driver call fails, the second
-        is not made.
+        """End the mapping of `nbytes` bytes of device memory at `address`. Raises DriverError; if unmapping fails, the
+        range of addresses stays reserved.
         """
         self.call("cuMemUnmap", self.driver.CUdeviceptr(address), nbytes)
         self.call("cuMemAddressFree", self.driver.CUdeviceptr(address), nbytes)
@@ -210,13 +213,15 @@ class CudaDevice:
         self.call("cuMemHostUnregister", address)
 
     def forget(self, address: int, memory: object) -> None:
-        """Unregister the host memory at `address`, which the object `memory` owns. If that fails, keep `memory` for the
-        life of the process, because the driver may still know it.
+        """Unregister the host memory at `address`, which the object `memory` owns. If that fails, keep `memory` until
+        the process ends, because the driver may still use the address.
         """
         forget(self.driver, self.context, address, memory)
 
     def device_pointer(self, address: int) -> int:
-        """Return the address at which kernels see the host memory at `address`, which is registered for kernels."""
+        """Return the address by which kernels reach the host memory at `address`, which was registered with
+        `for_kernels`.
+        """
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # Kernels
@@ -280,8 +285,8 @@ class CudaDevice:
         self._copies.add(runs, way, stream)
 
     def ended_after(self, error: DriverError, stream: Any) -> DriverError:
-        """Wait for the work queued on `stream` after a call failed with `error`, because its memory is reused
-        afterwards. Return the error to report: `error`, or Unsettled if waiting fails too.
+        """Wait for the work queued on `stream` after a call failed with `error`, so that its memory can be reused.
+        Return the error to report: `error`, or Unsettled if waiting fails too.
         """
         try:
             self.synchronize(stream)

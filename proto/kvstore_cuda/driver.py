@@ -32,7 +32,7 @@ class DriverError(OSError):
 
 
 class NoDriver(OSError):
-    """The error that the CUDA driver, its Python library or the device is missing. The message says what to do."""
+    """The error of a missing CUDA driver, Python library for it, or device. The message says what to do."""
 
 
 def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:

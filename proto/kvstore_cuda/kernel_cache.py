@@ -30,8 +30,8 @@ def cache_folder() -> Path:
 
 
 def keep(target: Path, content: bytes) -> None:
-    """Replace the file `target` by `content`, for other processes to read. If the disk is full or the directory cannot
-    be made, nothing is kept.
+    """Write `content` to the file `target`, replacing an older file as a whole, for other processes to read. If the
+    disk is full or the directory cannot be made, nothing is written.
     """
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -22,11 +22,11 @@ EXTRA = pip_install("cuda")
 
 
 class CompileError(RuntimeError):
-    """The error that a CUDA kernel cannot be compiled here. The message says why and, if possible, what to do."""
+    """The error of a CUDA kernel that cannot be compiled here. The message says why and, if possible, what to do."""
 
 
 class CompilerCrash(CompileError):
-    """The error that the compiler's process died, as NVRTC's does sometimes. Another try may succeed."""
+    """The error of a compiler whose process died, which happens to NVRTC sometimes. Another try may succeed."""
 
 
 @cache

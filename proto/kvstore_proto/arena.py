@@ -72,8 +72,8 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
 
 
 class Coded(NamedTuple):
-    """A description of stored bytes that a codec (a compression) wrote: `codec` is its number, `nbytes` their length,
-    and `checksum` their xxh3_64.
+    """A description of stored bytes that a codec (a compression) wrote: `codec` is the codec's number, `nbytes` the
+    number of stored bytes, and `checksum` their xxh3_64.
     """
 
     codec: int
@@ -109,7 +109,9 @@ class BlockHeader:
 
     @property
     def codec(self) -> int:
-        """The number of the codec that wrote the stored bytes. 0 means that they are the payload."""
+        """The number of the codec (compression) that wrote the stored bytes. 0 means that the payload is stored as it
+        is.
+        """
         return 0 if self.coded is None else self.coded.codec
 
     @property

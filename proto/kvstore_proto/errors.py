@@ -51,8 +51,8 @@ _GRPC_STATUS = {
 
 
 class KVStoreError(Exception):
-    """The error of a request that failed as a whole. `kind` says what a program can do, `message` what was wrong. After
-    `retry_after_ms` milliseconds, if not 0, another try makes sense.
+    """The error of a request that failed as a whole. `kind` is the kind of error, for programs, and `message` says what
+    was wrong. If `retry_after_ms` is not 0, the request may be tried again after that number of milliseconds.
     """
 
     def __init__(self, kind: ErrorKind, message: str, retry_after_ms: int = 0) -> None:

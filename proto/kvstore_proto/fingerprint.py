@@ -30,9 +30,9 @@ class FingerprintError(InvalidValue):
 
 @dataclass(frozen=True)
 class StatePart:
-    """One tensor of the state that a layer keeps. `shape` is the shape of one token's numbers, as ("k", "bf16", (heads,
-    width)); in a recurrent group, which keeps one state for a block, it is the shape of the state. `dtype` is a name
-    of `kvstore_proto.number_types`; a tensor without plain numbers is "u8" of its bytes.
+    """One tensor of the state that a layer keeps, such as K or V. `shape` is the shape of one token's numbers, as in
+    ("k", "bf16", (heads, width)). In a recurrent group, which keeps one state for a block, it is the shape of the
+    state. `dtype` is a name of `kvstore_proto.number_types`; a tensor without plain numbers is "u8", counted in bytes.
     """
 
     name: str
@@ -73,9 +73,9 @@ class LayerGroup:
         return self.kind in ("sliding", "recurrent")
 
     def window_blocks(self, block_tokens: int) -> int:
-        """Return the number of blocks before a block boundary that a resume there needs. `block_tokens` is the number
-        of tokens of a block. A sliding window needs the blocks with its last positions, a recurrent group one block.
-        Return 0 for a group that needs all blocks.
+        """Return how many blocks before a boundary (the end of a block) are needed to resume there: the blocks with the
+        last positions of a sliding window, or one block in a recurrent group. Return 0 for a group that needs all
+        blocks. A block has `block_tokens` tokens.
         """
         if self.kind == "sliding":
             return -(-(self.window_tokens - 1) // block_tokens)
@@ -113,10 +113,9 @@ class LayerGroup:
 @dataclass(frozen=True)
 class Fingerprint:
     """A description of everything, except tokens, that the bytes of stored K/V state depend on. Two engines share
-    blocks only if their fingerprints have equal digests. `layout` names the order of bytes in a payload; the default
-    is the order of the project's engine.
-
-    An engine that serves several users as one tenant gives the user as `account`. Blocks of two accounts never mix.
+    blocks only if their fingerprints have equal digests. `layout` names the order of bytes in a payload; the default is
+    the order of the project's engine. `account` names a user of an engine that serves several users as one tenant.
+    Blocks of two accounts are never shared.
     """
 
     model_name: str
@@ -142,8 +141,8 @@ class Fingerprint:
         return _compact(self._fields())
 
     def digest(self) -> bytes:
-        """Return the 32-byte digest that names this state. `model_name` is a label for people and does not change
-        it.
+        """Return the 32-byte digest that identifies this fingerprint. `model_name` is a label for people and does not
+        change the digest.
         """
         identity = self._fields()
         del identity["model_name"]

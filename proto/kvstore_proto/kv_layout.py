@@ -35,8 +35,8 @@ _AXES: Final = {  # T: token, H: head, P: the pair of K and V
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The place of an array of numbers in a payload. `offset` is the byte of its first number, and `strides` has one
-    value in bytes for each axis of `shape`.
+    """The place of an array of numbers in a block's payload. `offset` is the position of its first number in bytes.
+    `strides` has for each axis of `shape` the distance in bytes between neighbours.
     """
 
     type: NumberType
@@ -47,19 +47,21 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of K and V in the payloads of one layer group, as the fingerprint describes it."""
+    """The order in which K and V are stored in the payloads of one layer group, as the fingerprint describes it."""
 
     fingerprint: Fingerprint
     group: LayerGroup
     _known: dict[tuple[int, int | None, str], Numbers] = field(default_factory=dict, repr=False, compare=False)
 
     def numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
-        """Return the place of K (`kind` "k") or V ("v") of a layer in a payload of `payload_bytes` bytes. `layer`
-        counts the layers of the group from 0; None means all layers, as the first axis. The shape of one layer is
-        [token, head, number of the head], or [token, number] when the group does not say its heads. In a group that
-        lists its parts, `kind` is the name of a part, and the shape is [token, *shape of the part]; in a recurrent
-        group it is the part's shape. The `kind` "bytes" gives the stored bytes, for any layout. Raises InvalidValue,
-        with the reason in one line, when there is no such array.
+        """Return the offset, shape and strides of K (`kind` "k") or V ("v") of one layer in a payload of
+        `payload_bytes` bytes. `layer` counts the layers of the group from 0; None means all layers, as the first axis.
+        The shape of one layer is [token, head, number], where the last axis counts the numbers within a head, or
+        [token, number] when the group does not say its heads.
+
+        In a group that lists its parts, `kind` is the name of a part, and the shape is [token, *shape of the part]; in
+        a recurrent group it is the part's shape. The `kind` "bytes" describes the stored bytes, for any layout. Raises
+        InvalidValue, with the reason in one line, when there is no such array.
         """
         asked = payload_bytes, layer, kind
         found = self._known.get(asked)

@@ -135,8 +135,9 @@ def bucket_offset(tag: int, buckets: int) -> int:
 
 
 def pack_bucket(tags: Sequence[int], tiers: Sequence[int], overflow: int) -> tuple[int, bytes]:
-    """Return the checksum and the 56 bytes of one bucket of the lookup index, for `BUCKET.pack_into`. It has a tag and
-    a tier number for each of six slots; `overflow` counts the keys that found the bucket full.
+    """Return the checksum and the 56 bytes of one bucket of the lookup index, for `BUCKET.pack_into`. `tags` and
+    `tiers` have a key's tag and tier number for each of the bucket's six slots. `overflow` is the number of keys for
+    which the bucket had no room.
     """
     control = int.from_bytes(bytes(tiers), "little") | min(overflow, MAX_OVERFLOW) << 48
     body = BODY.pack(control, *tags)
@@ -144,10 +145,9 @@ def pack_bucket(tags: Sequence[int], tiers: Sequence[int], overflow: int) -> tup
 
 
 def find(raw: Buffer, mask: int, seed: int, key: bytes) -> int:
-    """Return the number of the tier that has the block `key`, by the lookup index in `raw`. Return ABSENT if the index
-    has no such key. `mask` is the number of buckets less one, and `seed` is the index's.
-
-    Return UNKNOWN if the bucket of the key overflowed, is being written at this moment, or is damaged.
+    """Return the number of the tier that has the block `key`, by the lookup index in `raw`, or ABSENT if the index does
+    not have the key. Return UNKNOWN if the index cannot say: the bucket of the key overflowed, is being written at this
+    moment, or is damaged. `mask` is the number of buckets less one, and `seed` the seed of the index's hash.
     """
     tag = _digest(key, seed) or 1
     checksum, body = BUCKET.unpack_from(raw, HEADER_BYTES + (tag & mask) * BUCKET_BYTES)

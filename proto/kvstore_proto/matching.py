@@ -16,8 +16,8 @@ _DIGITS = bytes([ord("0"), *[ord("1")] * 255])  # of one base-two digit for each
 
 
 def match_of(kind: str) -> pb.Match.ValueType:
-    """Return the rule by which a layer group of this `kind` can resume, as a `Match` of the wire: window for "sliding",
-    exact for "recurrent", and prefix for all others.
+    """Return the rule by which blocks of a layer group of this `kind` allow a resume, as a `Match` of the wire:
+    MATCH_WINDOW for "sliding", MATCH_EXACT for "recurrent", and MATCH_PREFIX for all other kinds.
     """
     return _MATCHES.get(kind, pb.MATCH_PREFIX)
 
@@ -44,8 +44,9 @@ def boundaries(present: Sequence[bool], match: int, window_blocks: int) -> int:
 
 
 def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """Return the number of blocks before the last boundary at which a layer group can resume, by the rule of
-    `boundaries`, which explains the parameters.
+    """Return the largest number of leading blocks after which a layer group can resume. `present` says for each block
+    whether it is stored. `match` is the group's rule, a `Match` of the wire, and `window_blocks` the length of its
+    window.
     """
     if match == pb.MATCH_PREFIX:
         return present.index(False) if False in present else len(present)
@@ -53,9 +54,9 @@ def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -
 
 
 def longest_common(sets: Sequence[int], most: int) -> tuple[int, int | None]:
-    """Return the longest boundary, of at most `most` blocks, that is in all `sets` of boundaries (numbers of
-    `boundaries`), and the position of the set that prevents a longer one. The position is None if the boundary is
-    `most`. The sets shorten the boundary one after the other until all agree; the last set to do so counts.
+    """Return the longest boundary, of at most `most` blocks, that is in all `sets`, and the position of the set that
+    prevents a longer one. Each set is a number whose bit b says that a group can resume behind the first b blocks. The
+    position is None if the boundary is `most`. If several sets shorten the boundary, the last one to do so counts.
     """
     ended, is_agreed = None, False
     while not is_agreed:

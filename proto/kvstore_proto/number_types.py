@@ -9,8 +9,8 @@ from typing import Final
 @dataclass(frozen=True, slots=True)
 class NumberType:
     """A type of the numbers in stored state. `name` is its name in NumPy and torch, `dlpack` its type code in DLPack,
-    and `nbytes` the size of one number. `typestr` is its name in an array interface; for a type without a name there
-    it is the unsigned integer of that size.
+    and `nbytes` the size of one number. `typestr` is its name in NumPy's array interface; if it has none there, it is
+    the unsigned integer of equal size.
     """
 
     name: str

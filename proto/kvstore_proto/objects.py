@@ -59,7 +59,7 @@ class ChecksumKind(IntEnum):
 
 
 class ObjectChecksum:
-    """A checksum of the given `kind` over an object whose bytes are added in pieces."""
+    """A checksum of an object's bytes, of the kind `kind`, to which the bytes are added piece by piece."""
 
     def __init__(self, kind: ChecksumKind = ChecksumKind.XXH3) -> None:
         self._kind = kind
@@ -77,8 +77,8 @@ class ObjectChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """The head of a stored object, in front of its bytes: its `size_bytes`, the size `block_bytes` of its blocks, and
-    the `checksum` of its bytes.
+    """The head of a stored object, which is stored in front of the object's bytes: its size `size_bytes`, the size
+    `block_bytes` of its blocks, and the `checksum` of its bytes.
     """
 
     size_bytes: int
@@ -134,9 +134,9 @@ def read_head(payload: Buffer) -> ObjectHead | None:
 
 
 def object_tokens(name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int32]:
-    """Return the token ids that name blocks of the object `name`: of `blocks` blocks, from block number `first` on, as
-    int32[8 * blocks]. The name is hashed once for each block: 10 us for a name of 4096 bytes. Raises
-    KVStoreError(INVALID) if `name` is not a valid name.
+    """Return the token ids that stand for blocks of the object `name` in the store: for `blocks` blocks, from block
+    number `first` on, as int32[8 * blocks]. The name is hashed once for each block, which takes 10 us for a name of
+    4096 bytes. Raises KVStoreError(INVALID) if `name` is not a valid name.
     """
     encoded = _encoded(name)
     digests = (

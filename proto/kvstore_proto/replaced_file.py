@@ -29,10 +29,10 @@ def replaced_file(
     is_shared: bool = False,
     before_rename: Callable[[], None] = _nothing,
 ) -> Iterator[BufferedWriter]:
-    """Yield a new file to write; when the `with` block ends, it takes the place of the file at `path`, as a whole. With
-    `durable` it survives a crash of the machine too. `mode` is its permissions. `is_shared` is for a file that other
-    processes may replace at that moment. `before_rename` is called just before it takes the place. After an error
-    the old file stays. Raises OSError that names `path`.
+    """Yield a new file to write. When the `with` block ends, the new file replaces the file at `path`; no reader sees a
+    part of it. With `durable` it survives a crash of the machine too. `mode` is its permissions. Set `is_shared` if
+    other processes may replace the file at the same time. `before_rename` is called just before the replacement. After
+    an error the old file stays. Raises OSError that names `path`.
     """
     temporary = path.with_name(path.name + BESIDE)
     try:
@@ -79,7 +79,9 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove the unfinished file that a killed process left beside `path` when it replaced it. A failure is ignored."""
+    """Remove the unfinished file that a process left beside `path`, because it was killed while it replaced `path`. A
+    failure is ignored.
+    """
     temporary = path.with_name(path.name + BESIDE)
     if temporary.exists():  # on a read-only file system even the removal of what is not there fails
         with suppress(OSError):

@@ -30,8 +30,8 @@ _NEW_SECRET = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The contents of an identity file, which says to which secret the blocks of a directory belong. `secret_check` is
-    a check value of that secret. `tenants` has the identity behind each tenant name that is not its own identity.
+    """The contents of an identity file, which says to which secret the blocks in a directory belong. `secret_check` is
+    a check value of that secret. `tenants` has the identity of each tenant whose name is not its identity.
     """
 
     secret_check: str
@@ -64,8 +64,8 @@ def secret_check(secret: bytes) -> str:
 
 
 def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
-    """Read the secret and the identity files of a daemon's directories, and return whether its blocks can be reached.
-    `nvme_dir` is None if there is no NVMe tier. Raises OSError.
+    """Read the secret and the identity files of a daemon's directories, and return whether the blocks there belong to
+    that secret, so that clients can still reach them. `nvme_dir` is None if there is no NVMe tier. Raises OSError.
     """
     raw = _read(state_dir / SECRET_FILE, SECRET_BYTES + 1)
     secret = raw if raw is not None and len(raw) == SECRET_BYTES else None

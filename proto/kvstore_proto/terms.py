@@ -11,10 +11,10 @@ OWNER_MAX_CHARS: Final = 64
 
 
 class Terms(NamedTuple):
-    """Terms for keeping blocks, which a put or a touch asks for. A field that is None or "" leaves its term unchanged.
-    `ttl_s` is the seconds until the blocks expire, 0 for never. `priority`: a block with a lower priority leaves a
-    full tier first. `pin` is the name of an owner for whom the blocks are not evicted, and `unpin` ends that owner's
-    pin. A block has at most one pin of each owner.
+    """Terms on which blocks are kept, in a put or a touch. A field that is None or "" leaves its term unchanged.
+    `ttl_s` is the number of seconds until the blocks expire, 0 for never. Blocks of a lower `priority` are evicted from
+    a full tier first. `pin` is the name of an owner for whom the blocks are not evicted, and `unpin` ends the pin of
+    that owner. A block has at most one pin of each owner.
     """
 
     ttl_s: int | None = None
@@ -40,7 +40,8 @@ _PRIORITY_SHIFT = 32  # in a word that is kept beside a block
 
 
 def kept_word(expires_s: int, priority: int) -> int:
-    """Return the number that a block's header and record keep for its terms. The block has the priority `priority`, and
-    expires at `expires_s`, in seconds since the epoch (0 means never). A block without terms has the number 0.
+    """Return the number that a block's header and record keep for its expiry and its priority. The block expires at
+    `expires_s`, in seconds since the epoch (0 means never). A block with priority 0 that never expires has the number
+    0.
     """
     return (priority & 0xFF) << _PRIORITY_SHIFT | expires_s

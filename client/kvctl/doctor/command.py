@@ -24,7 +24,9 @@ Areas = list[tuple[str, list[Finding]]]
 
 
 def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Run every check. The exit code is FAILED if a check failed, and OK if there are only warnings."""
+    """Run every check of `kvctl doctor` and return the findings. The exit code is FAILED if a check failed, and OK if
+    there are only warnings.
+    """
     clock = machine.ClockWatch()
     around, trouble = look_around(directory, arguments)
     with Progress("kvctl doctor") as progress:
@@ -36,7 +38,9 @@ def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroundings, CommandError | None]:
-    """Return the inputs of the checks, and the error from asking the daemon, or None if the daemon answered."""
+    """Return the inputs of the doctor's checks, and the error if the daemon did not answer on its admin socket, or None
+    if it answered.
+    """
     status: wire.StatusReply | None = None
     try:
         with AdminSocket(directory, arguments.timeout) as admin:
@@ -116,7 +120,9 @@ def _settings(around: Surroundings) -> Iterator[Finding]:
 
 
 def render(areas: Areas, width: int) -> str:
-    """Return the findings as text for people: a line for each finding, with the advice below it."""
+    """Return the findings, by area, as text of `width` columns for people: a line for each finding, with its advice
+    below.
+    """
     colour = wants_colour(sys.stdout)
     name_width = max((len(finding.name) for _, found in areas for finding in found), default=0)
     lines: list[str] = []
@@ -145,7 +151,7 @@ def _advice(text: str, room: int) -> list[str]:
 
 
 def document(areas: Areas) -> dict[str, Any]:
-    """Return the findings as a document for machines."""
+    """Return the findings, by area, as a document for --json."""
     return {
         **_counts(areas),
         "checks": [

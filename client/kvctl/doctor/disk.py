@@ -83,7 +83,7 @@ def _ownership(around: Surroundings, path: Path, status: os.stat_result) -> Find
 
 
 def room(around: Surroundings) -> Iterator[Finding]:
-    """Compare the free space of the disk with the bytes that the NVMe tier may still grow by."""
+    """Compare the free space of the NVMe tier's disk with the bytes by which the tier may still grow."""
     path = _tier_path(around)
     if path is None:
         return
@@ -130,7 +130,7 @@ def file_system(around: Surroundings) -> Iterator[Finding]:
 
 
 def direct(around: Surroundings) -> Iterator[Finding]:
-    """Check that the disk takes O_DIRECT, by writing and reading one page in a file without a name."""
+    """Check that the NVMe tier's disk supports O_DIRECT, by writing and reading one page in a file without a name."""
     path = _tier_path(around)
     if path is None:
         return
@@ -269,7 +269,7 @@ def speed(around: Surroundings, progress: Progress) -> Iterator[Finding]:
 
 
 def judge(measured: Measured) -> Iterator[Finding]:
-    """Judge whether a disk with the speeds `measured` can serve a tier below DRAM."""
+    """Yield the finding whether a disk with the speeds `measured` is fast enough for a tier below DRAM."""
     write = measured.written_bytes / max(measured.write_s, 1e-9)
     read = measured.read_bytes / max(measured.read_s, 1e-9)
     how = "" if measured.is_direct else ", through the page cache"

@@ -165,7 +165,7 @@ def capacity(around: Surroundings) -> Iterator[Finding]:
 
 
 def shared(around: Surroundings) -> Iterator[Finding]:
-    """Create, seal and touch a memfd, as the daemon does for its arenas."""
+    """Check that this machine lets a process create, seal and write a memfd, as the daemon does for its arenas."""
     try:
         fd = os.memfd_create("kvctl-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:

@@ -94,7 +94,7 @@ def user_namespace(around: Surroundings) -> Iterator[Finding]:
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:
-    """Check that the systemd unit is in order, if the machine has systemd."""
+    """Check that the daemon's systemd unit is in order, if the machine has systemd."""
     if not around.systemd.is_dir():
         yield ok("systemd", "not running here")
         return
@@ -116,8 +116,8 @@ def unit(around: Surroundings) -> Iterator[Finding]:
 
 
 class ClockWatch:
-    """A watch for jumps of the wall clock. It starts when it is constructed, as the checks begin, and reports at their
-    end.
+    """A check for jumps of the wall clock. It starts when it is constructed, before the other checks, and reports its
+    finding after them.
     """
 
     def __init__(self) -> None:

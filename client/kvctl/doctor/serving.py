@@ -34,7 +34,9 @@ _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Finding]:
-    """Judge the daemon's answer on the admin socket. `trouble` is the error if there was no answer."""
+    """Yield findings about the daemon's answer on the admin socket. `trouble` is the error if there was no answer,
+    otherwise None.
+    """
     status = around.status
     if status is None:
         if trouble is not None and trouble.exit_code == DENIED:
@@ -131,7 +133,7 @@ def secret(around: Surroundings) -> Iterator[Finding]:
 
 
 def certificate(around: Surroundings) -> Iterator[Finding]:
-    """Check the certificate that the daemon serves. If there is no daemon, or no TLS, find nothing."""
+    """Check the TLS certificate that the daemon uses. Yield nothing if there is no daemon, or it does not use TLS."""
     listen, path = around.settings.values.get("unary.listen", ""), around.settings.path("unary.tls_cert")
     if around.status is None or not listen or path is None:
         return

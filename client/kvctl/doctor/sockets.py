@@ -61,8 +61,8 @@ def directory(around: Surroundings) -> Iterator[Finding]:
 
 
 def sockets(around: Surroundings) -> Iterator[Finding]:
-    """Check each socket by itself. If the directory cannot be entered, report nothing, because `directory` reports
-    that.
+    """Check each of the daemon's sockets. Yield nothing if their directory cannot be entered, because the check
+    `directory` reports that.
     """
     if not os.access(around.socket_dir, os.X_OK):
         return
@@ -169,8 +169,8 @@ def holder_of_lock(around: Surroundings) -> int:
 
 
 def how_to_start(around: Surroundings, more: str = "") -> str:
-    """Return advice for a daemon that does not answer. The advice never starts a second daemon. `more` follows the
-    command in it.
+    """Return advice for a user whose daemon does not answer. Its command never starts a second daemon. `more` is
+    appended to the command.
     """
     start = f"kvstored serve --socket-dir {around.socket_dir}{more}"
     try:

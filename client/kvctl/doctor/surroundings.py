@@ -30,8 +30,8 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonSettings:
-    """The daemon's settings. `values` maps SECTION.KEY to a value; sizes are also there in bytes, under KEY_bytes.
-    `problem` says why there are no reliable values.
+    """The daemon's settings, for the doctor's checks. `values` maps SECTION.KEY to a value; a size is also there in
+    bytes, under KEY_bytes. `problem` says why the values are not reliable, or is "".
     """
 
     source: str
@@ -55,8 +55,9 @@ class DaemonSettings:
         return self.values.get(key, "").lower() == "true"
 
     def tiers(self, kind: str, *, mark: str) -> list[str]:
-        """Return the names of the tiers of `kind`. Settings from a file name the kind. Settings from a running daemon
-        may not, but they have every default, so there `mark`, a setting that no other kind has, tells the kind.
+        """Return the names of the tiers of `kind`. Settings from a file name the kind of each tier. Settings from a
+        running daemon may not, but they contain every default, so a tier with the setting `mark`, which no other kind
+        has, is of this kind.
         """
         names = dict.fromkeys(key.rpartition(".")[0] for key in self.values if key.endswith((".kind", f".{mark}")))
         return [name for name in names if self.values.get(f"{name}.kind", kind) == kind]
@@ -145,8 +146,8 @@ def _file_system_bytes(path: Path) -> int:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Run a command and return its standard output. Raises OSError if the command cannot run, fails or takes too
-    long.
+    """Run `command`, a program and its arguments, and return its standard output. Raises OSError if it cannot run,
+    fails or takes too long.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
@@ -159,8 +160,8 @@ def run_command(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The inputs of all checks. `status` is the daemon's status if it answers on its admin socket. The `settings` are
-    then the daemon's too; otherwise they are from a file.
+    """The inputs of all of the doctor's checks. `status` is the daemon's status if it answers on its admin socket.
+    `settings` are then the settings of the running daemon, otherwise those in a file.
     """
 
     socket_dir: Path
@@ -182,7 +183,7 @@ class Surroundings:
             return None
 
     def table(self, path: Path) -> Mapping[str, str]:
-        """Return the names and values of a system file that has lines `NAME: VALUE`."""
+        """Return the names and values in the system file `path`, whose lines have the form `NAME: VALUE`."""
         lines = (self.read(path) or "").splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -195,7 +196,9 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's result. For a finding that is OK, the `advice` is an optional improvement."""
+    """One line of the result of `kvctl doctor`: what a check found. The `advice` says what to do; for a finding that is
+    OK it is an optional improvement.
+    """
 
     name: str
     level: Level
@@ -219,7 +222,9 @@ def fail(name: str, seen: str, advice: str) -> Finding:
 
 
 def guarded(name: str, check: Check) -> Iterator[Finding]:
-    """Yield the findings of `check`, or a warning if the system does not permit the check."""
+    """Yield the findings of `check`, which is called `name`. If the system does not permit the check, yield a warning
+    instead.
+    """
     try:
         yield from check()
     except OSError as error:

@@ -52,7 +52,7 @@ def remote_tier(around: Surroundings, name: str) -> Iterator[Finding]:
 
 
 def cluster(around: Surroundings) -> Iterator[Finding]:
-    """Check the secret with which nodes find each other's blocks."""
+    """Check the cluster secret, from which nodes derive equal keys so that they find each other's blocks."""
     path = _file(around.settings, "cluster.secret_file")
     if path is None:
         seen = "cluster.secret_file is not set: no other node finds this node's blocks"
@@ -149,8 +149,8 @@ def library() -> Iterator[Finding]:
 
 
 def devices(around: Surroundings) -> Iterator[Finding]:
-    """Check the device nodes that the driver opens, as this process sees them. A systemd unit or a container may see
-    others.
+    """Check that the device files that the NVIDIA driver opens exist, as this process sees them. A systemd unit or a
+    container may see others.
     """
     gpus = sorted(path.name for path in around.dev.glob("nvidia[0-9]*"))
     for name in (_CONTROL, _MEMORY, *(gpus or ["nvidia0"])):

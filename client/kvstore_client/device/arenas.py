@@ -27,8 +27,8 @@ RETRY_S = 30.0  # a failed import costs a round trip and a second request
 
 
 class ChunkSource(Protocol):
-    """An importer of chunks (device memory of the daemon's GPU tier): the two methods of `DeviceMemory` that
-    `DeviceArenas` uses.
+    """An importer of chunks (device memory of the daemon's GPU tier). It declares the methods of `DeviceMemory` that
+    `DeviceArenas` calls.
     """
 
     def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk: ...

@@ -72,7 +72,7 @@ class LinkBudget:
                 self._changed.notify_all()
 
     def limits(self, flow: Flow) -> bool:
-        """Return whether a copy of this `flow` ("stores" or "loads") would have to keep to a rate now."""
+        """Return whether a rate limits copies of `flow` ("stores" or "loads") now, so that a copy may have to wait."""
         with self._changed:
             return self._rate(self._paces[flow]) is not None
 

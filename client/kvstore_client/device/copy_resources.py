@@ -32,9 +32,10 @@ BUFFER_BYTES = 8 << 20
 
 
 class CopyResources:
-    """The shared parts of all copies between one session and its device: a CUDA stream of the given `priority`, a
-    pinned host buffer of at least `least_bytes` bytes, the registered host memory, and the limit of the link's rate.
-    It makes and closes the `registered` and `budget` that are not given. Raises DeviceError.
+    """The resources that all copies between one session and its device share: a CUDA stream of the given `priority`, a
+    pinned host buffer of at least `least_bytes` bytes, the `registered` host memory, and the `budget` that limits the
+    rate of copies. If `registered` or `budget` is None, the object makes its own and closes it in `close`. Raises
+    DeviceError.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class CopyCrossover:
-    """A chooser between two ways to copy pieces of memory on a device: a kernel that copies many small pieces at once,
-    or the driver's batches. A thread compiles the kernel and measures the size from which batches are faster. Until
-    then, and after `close`, no piece is copied by the kernel.
+    """A chooser between two ways to copy pieces of memory on a device: one CUDA kernel that copies many small pieces at
+    once, and the driver's batched copies. A thread compiles the kernel and measures the piece size from which the
+    driver is faster. Until the measurement is done, and after `close`, no piece is copied by the kernel.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
@@ -51,8 +51,8 @@ class CopyCrossover:
         self._thread.start()
 
     def queue_small(self, runs: Runs, way: Way, stream: Any) -> Runs:
-        """Queue the runs (pieces to copy) that the kernel copies faster on the CUDA stream `stream`, and return the
-        other runs. `way` is the direction of the copies. Raises DeviceError.
+        """Queue on the CUDA stream `stream` those pieces of `runs` that the kernel copies faster than the driver, and
+        return the other pieces. `way` is the direction of the copies. Raises DeviceError.
         """
         found = self._found
         if found is None:

@@ -33,8 +33,8 @@ from kvstore_proto.arena import HEADER_BYTES
 
 
 class Follower(Protocol):
-    """A receiver of reports about mapped host memory: `mapped` gets each array over a whole mapping, `given_up` gets it
-    again when its session has ended. Neither method waits.
+    """A receiver of reports about mapped arenas (shared host memory of the daemon). `mapped` gets the array over each
+    arena, and `given_up` gets the array again when its session has ended. Neither method waits.
     """
 
     def mapped(self, memory: Bytes) -> None: ...

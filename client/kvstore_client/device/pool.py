@@ -105,9 +105,10 @@ class DevicePool:
         return pages
 
     def to_pages(self, blocks: BlockPages, payloads: Integers, layers: range | None = None) -> list[Runs]:
-        """Return the copies that fill pages of the pool, one `Runs` for each of `layers` (all layers by default). The
-        payload at the address `payloads[i]` goes to the pages `blocks[i]`. Copies of neighbouring bytes are merged.
-        Raises IndexError for a page outside the pool.
+        """Return descriptions of the copies that fill pages of the pool: one `Runs` (source addresses, destination
+        addresses and lengths) for each of `layers`, by default all layers. The payload at the address `payloads[i]`
+        goes to the pages `blocks[i]`. Copies of neighbouring bytes are merged. Raises IndexError for a page outside the
+        pool.
         """
         layers = range(len(self.layers)) if layers is None else layers
         first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
@@ -116,16 +117,19 @@ class DevicePool:
         return self._by_layer(columns, layers)
 
     def from_pages(self, blocks: BlockPages, payloads: Integers) -> list[Runs]:
-        """Return the copies out of pages of the pool, one `Runs` for each layer. The pages `blocks[i]` go to the
-        payload at the address `payloads[i]`. Raises IndexError for a page outside the pool.
+        """Return descriptions of the copies from pages of the pool to payloads: one `Runs` (source addresses,
+        destination addresses and lengths) for each layer. The pages `blocks[i]` go to the payload at the address
+        `payloads[i]`. Raises IndexError for a page outside the pool.
         """
         columns = np.empty((3, self.parts, len(payloads) * self.block_pages), np.uint64)
         self._fill(columns[2], columns[1], columns[0], 0, blocks, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
     def from_pages_at_once(self, blocks: BlockPages, payloads: Integers) -> Runs:
-        """Return the copies of `from_pages` as one `Runs` for all layers, with neighbouring bytes of different layers
-        merged too.
+        """Return a description of the copies from pages of the pool to payloads, as one `Runs` (source addresses,
+        destination addresses and lengths) for all layers. The pages `blocks[i]` go to the payload at the address
+        `payloads[i]`. Unlike `from_pages`, it merges neighbouring bytes of different layers into one copy. Raises
+        IndexError for a page outside the pool.
         """
         # In this order payloads one after the other need no sorting.
         columns = np.empty((3, len(payloads) * self.block_pages, self.parts), np.uint64)

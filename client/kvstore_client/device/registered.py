@@ -85,8 +85,9 @@ class RegisteredMemory:
                     self._parts[address].keep_s = 0.0
 
     def take(self, memory: Bytes, offset: int, nbytes: int) -> Registration | None:
-        """Return the registration of the `nbytes` bytes from `offset` in the mapping `memory`, which stays until
-        `give_back`. Return None if the bytes are not registered yet; they will be soon.
+        """Return the registration of the `nbytes` bytes from `offset` in the mapping `memory`. The bytes stay
+        registered until `give_back` is called with it. Return None if the bytes are not registered yet; a thread then
+        begins to register them.
         """
         start = offset // REGISTER_BYTES * REGISTER_BYTES
         address = memory.__array_interface__["data"][0] + start
@@ -100,7 +101,7 @@ class RegisteredMemory:
         return None
 
     def give_back(self, taken: Registration) -> None:
-        """Note that the copies for which `taken` was taken have ended."""
+        """Note that the copies have ended for which `take` returned the registration `taken`."""
         with self._changed:
             taken.users -= 1
             taken.used_at, taken.keep_s = self._clock(), min(taken.keep_s, IDLE_S)

@@ -24,9 +24,10 @@ BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for
 
 @dataclass(slots=True, eq=False)
 class Storing:
-    """The store of one payload that is under way from the device to `destination`. Its copies go straight there if
-    `taken` is its registration, or else to offset `at` of the pinned buffer. Once `is_over` is True, `error` is the
-    failure of the copies, or None if they succeeded.
+    """The copy of one payload from the device to `destination` in host memory, while it is under way. If `taken`, the
+    registration of `destination`, is given, the device writes there directly. If it is None, the device writes to
+    offset `at` of the pinned buffer, from where the payload is copied. Once `is_over` is True, `error` is the failure
+    of the copy, or None if it succeeded.
     """
 
     destination: Bytes
@@ -64,9 +65,9 @@ class _Collected:
 
 
 class Stores:
-    """A queue of stores: copies of blocks from pages of a pool to host memory, on the CUDA stream `stream`. Payloads
-    for memory that is not in `registered` pass through `buffer`, which must hold at least one payload. `seen` is
-    called with bytes and seconds of copies that were timed alone.
+    """A queue of stores (copies of blocks from pages of a pool to host memory) on the CUDA stream `stream`. Payloads
+    for memory that is not in `registered` pass through `buffer`, which must hold at least one payload. `seen(nbytes,
+    seconds)` is called with measured times of copies. `clock` returns seconds.
     """
 
     def __init__(

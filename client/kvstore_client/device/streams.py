@@ -20,9 +20,9 @@ Small = Callable[[Runs, Way, Any], Runs]
 
 
 class CopyStream:
-    """A CUDA stream for copies. Runs pass through `queue_small` first, which queues the small ones by a kernel and
-    returns the others for a batch. A stream of higher `priority` (a lower number) runs its kernels before an
-    engine's. The caller destroys `handle`. Raises DeviceError.
+    """A CUDA stream for copies. `queue_small` first queues the small pieces by a kernel, and returns the other pieces,
+    which the driver copies in one batch. A stream of higher `priority` (a lower number) runs its kernels before the
+    engine's kernels. The caller destroys `handle`. Raises DeviceError.
     """
 
     def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
@@ -37,7 +37,9 @@ class CopyStream:
             self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
-        """Make work that is queued from now on run after a CUDA event. `event` is the address of the CUevent."""
+        """Make the work that is queued on this stream from now on wait for a CUDA event. `event` is the address of the
+        CUevent.
+        """
         self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
 
     def synchronize(self) -> None:

@@ -40,9 +40,7 @@ _Payload = tuple[tuple[int, ...], int]  # its pages, its address
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """The payloads of one copy: `addresses`, and for each its pages in the pool: `pages`, uint64[payloads, pages of a
-    block].
-    """
+    """The payloads of one copy: their `addresses`, and their `pages` in the pool, uint64[payloads, pages a block]."""
 
     pages: Numbers
     addresses: Numbers
@@ -52,8 +50,8 @@ class Payloads:
 
 
 class Sources:
-    """The payloads that a load reads, by where they are: `on_device`, `on_host` (registered host memory), or
-    `elsewhere`. `blocks` has each leased block and its pages. Host memory stays registered until `give_back`.
+    """The payloads that a load reads, by memory: `on_device`, `on_host` (registered), or `elsewhere` on the host.
+    `blocks` has each leased block with its pages of the pool.
     """
 
     def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
@@ -86,7 +84,7 @@ class Sources:
         return begin, taken.address + taken.memory.nbytes
 
     def give_back(self) -> None:
-        """Let the registered host memory go."""
+        """End the registration of host memory for this load."""
         for taken in self._taken:
             self._registered.give_back(taken)
 
@@ -98,8 +96,8 @@ def _payloads(found: Sequence[_Payload]) -> Payloads:
 
 
 class TwoWayTransfers:
-    """The copies of both directions between sessions and an engine's `pool`, on two CUDA streams: `loads` into pages,
-    and `stores` out of pages, behind the engine's kernels. Call `close`, which closes `budget` too, after all loads.
+    """The copies in both directions between sessions and an engine's `pool`, on two CUDA streams: `loads` into pages,
+    `stores` out of pages, behind the engine's kernels. `close` it after all loads; that closes `budget` too.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, budget: LinkBudget | None = None) -> None:
@@ -164,8 +162,9 @@ class DeviceTransfers:
     def load_all(
         self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
-        """Begin one load of several leases, each with its first block to copy and the pages of its blocks, and return
-        the load. Each layer is copied for all leases before the next. `after` and `keep` are as in `load`.
+        """Begin one load of several leases and return the load. Each source is a lease, the number of its first block
+        to copy, and the pages of its blocks. Each layer is copied for all leases before the next. `after` and `keep` (a
+        CUDA event and its owner) are as in `load`.
         """
         blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:

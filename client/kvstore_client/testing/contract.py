@@ -255,8 +255,8 @@ class ConnectorContract:
             self.must_be_restored_whole(engine, tokens)
 
     def test_a_block_that_one_layer_group_lacks_ends_the_hit_where_that_group_does(self) -> None:
-        """Check, for a model with several layer groups or a group that is not full attention, that the engine resumes
-        at the longest boundary where every group has the blocks that it needs, and asks for no more.
+        """Check that an engine whose model has several layer groups, or a group that is not full attention, resumes at
+        the longest boundary where every group has the blocks that it needs. It must request no other blocks.
         """
         with DaemonProcess() as daemon, self.opened(daemon) as engine:
             engine.store(self.prompt(1))
@@ -307,14 +307,14 @@ class ConnectorContract:
     def must_answer_right(
         self, engine: EngineUnderTest, tokens: list[int], *, most: int | None = None, model: str = "first"
     ) -> None:
-        """Check that `engine` answers the prompt `tokens` as it does without a store, and that at most `most` of its
-        tokens were restored. None stands for all tokens but the last.
+        """Check that `engine` answers the prompt `tokens` as it does without a store, and that at most `most` tokens of
+        the prompt were restored. None for `most` allows all tokens but the last.
         """
         self._must_be_right(engine.restore(tokens), tokens, most=most, model=model)
 
     def must_be_restored_whole(self, engine: EngineUnderTest, tokens: list[int], *, model: str = "first") -> None:
-        """Check that `engine` soon restores every full block of `tokens` from the store, and answers right. The last
-        token is always computed, so a block that ends with it does not count.
+        """Check that `engine` soon restores every full block of the prompt `tokens` from the store, and answers as it
+        does without a store. An engine always computes the last token, so a block that ends with it does not count.
         """
         usable = (len(tokens) - 1) // self.block_tokens * self.block_tokens
         best = PromptResult(0, None)

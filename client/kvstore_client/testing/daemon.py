@@ -43,8 +43,8 @@ SMALL = (
 
 
 class DaemonFailed(AssertionError):
-    """The error of a daemon under test that could not be started, or did not stop in order. It carries the daemon's
-    log.
+    """The error of a daemon under test that could not be started, or exited with an error. The message includes the
+    daemon's log.
     """
 
 
@@ -73,8 +73,8 @@ class DaemonProcess:
         return (self.directory / "log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Start the daemon, on the directories of the one before if it was killed, and wait until it serves. Raises
-        DaemonFailed.
+        """Start the daemon and wait until it serves. After `kill` it continues with the directories of the killed
+        daemon. Raises DaemonFailed.
         """
         command = [sys.executable, "-m", "kvstored", "serve"]
         command += ["--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir)]
@@ -151,7 +151,7 @@ class DaemonProcess:
             return reply
 
     def flush(self) -> None:
-        """Have the daemon write all blocks that wait for it to NVMe, and wait until they are there."""
+        """Have the daemon write to NVMe all blocks that wait to be written there, and wait until they are stored."""
         with self._admin() as admin:
             admin.Flush(admin_pb2.FlushRequest(timeout_ms=int(ADMIN_TIMEOUT_S * 1000)), timeout=ADMIN_TIMEOUT_S)
 

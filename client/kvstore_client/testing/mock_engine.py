@@ -30,7 +30,7 @@ Page = npt.NDArray[np.uint64]
 
 class MockEngine:
     """A small engine for tests, without a model: it computes K/V rows that depend on all tokens before them, in a paged
-    pool. It stores and restores them through `session`; without one it computes every prompt.
+    pool. It stores and restores the rows through `session`. If `session` is None, it computes every prompt.
     """
 
     def __init__(self, model: str, session: Session | None) -> None:

@@ -37,8 +37,8 @@ Rows = npt.NDArray[np.uint64]
 
 class KindsEngine:
     """A small engine for tests, without a model, whose layers keep state of four kinds: full rows, a window of rows,
-    latent rows, and a recurrent state. It stores and restores the state through `session`; without one it computes
-    every prompt.
+    latent rows, and a recurrent state. It stores and restores the state through `session`. If `session` is None, it
+    computes every prompt.
     """
 
     def __init__(self, model: str, session: Session | None) -> None:

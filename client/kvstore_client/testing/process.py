@@ -23,10 +23,8 @@ PATIENCE_S = 60.0  # far beyond every deadline of the client
 
 class EngineProcess:
     """An engine under test in a child process, which can be killed, paused and waited for. The child calls `factory`
-    ("module:function") with `setting`. Raises EngineFailed.
-
-    `gid` is the group that the child runs in, which makes it another tenant if the daemon's configuration says so. That
-    needs root.
+    ("module:function") with `setting`. `gid` is the group that the child runs in, which makes it another tenant if the
+    daemon's configuration maps that group; it needs root. Raises EngineFailed.
     """
 
     def __init__(self, factory: str, setting: EngineSetting, *, gid: int | None = None) -> None:
@@ -75,7 +73,9 @@ class EngineProcess:
         self._connection.close()
 
     def close(self) -> None:
-        """End the engine in order, if it still runs. Raises EngineFailed if it hangs, or its exit status is not 0."""
+        """End the engine's process by an ordinary exit, if it still runs. Raises EngineFailed if it hangs, or its exit
+        status is not 0.
+        """
         if self._connection.closed:
             return
         try:

@@ -56,7 +56,7 @@ class EngineFailed(AssertionError):
 
 
 class EngineUnderTest(Protocol):
-    """An engine as the suite drives it: it runs prompts, and can also be killed and be paused at a point."""
+    """An engine as the test suite controls it: it runs prompts, and can be killed, or paused at a point."""
 
     def store(self, tokens: Sequence[int], /) -> None: ...
     def restore(self, tokens: Sequence[int], /) -> PromptResult: ...

@@ -15,13 +15,15 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 
 class Receiver(Protocol):
-    """The receiver of what a transport reads: responses, alarms, and the end. A transport calls it from its own thread
-    and from `read_until`, with one response at a time.
+    """The receiver of the responses that a transport reads, of its alarms, and of its end. A transport calls it from
+    its own thread and from `read_until`, with one response at a time.
     """
 
     @property
     def awaits_late_answers(self) -> bool:
-        """True if an answer must be read although no thread waits for it."""
+        """True if an answer must be read although no thread waits for it, for example to free its memory or its
+        lease.
+        """
         ...
 
     def received(self, response: wire.Response) -> None: ...
@@ -69,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def attend(self) -> None:
-        """Have a thread of the transport read responses while no caller waits for one, as long as
+        """Have a thread of the transport read responses while no caller waits for a response, as long as
         `Receiver.awaits_late_answers` is True.
         """
         ...

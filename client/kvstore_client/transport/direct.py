@@ -33,8 +33,9 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class DirectTransport:
-    """A transport of a client's messages on a connected stream socket, each message after its length. It owns the
-    socket `connected`. It implements `Transport`. Raises OSError if the process has no file descriptor left.
+    """A transport of a client's messages over the connected stream socket `connected`, which it owns and closes. Each
+    message is sent after its length. It implements `Transport`. Raises OSError if the process has no file descriptor
+    left.
     """
 
     def __init__(self, connected: socket.socket) -> None:

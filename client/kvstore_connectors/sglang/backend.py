@@ -51,8 +51,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
-    """A storage backend of SGLang's HiCache that keeps pages in the daemon; SGLang loads it by name. Keys of the extra
-    config, all optional: `socket` (directory of the daemon's sockets), `weights_digest`, `adapter_digest`,
+    """A storage backend of SGLang's HiCache that keeps pages in the daemon. SGLang loads it by name. The keys of its
+    extra config are optional: `socket` (directory of the daemon's sockets), `weights_digest`, `adapter_digest`,
     `kv_dtype`, `deadline_s`, `staging_bytes`, `always_load`.
     """
 
@@ -72,8 +72,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     # Set-up and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Connect to the daemon. SGLang calls it with its host pool of K/V, whose type, layout and page size the
-        fingerprint needs.
+        """Connect to the daemon. SGLang calls this with `mem_pool_host`, its host pool of K/V; the fingerprint depends
+        on the pool's type, layout and page size.
         """
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, KV)
@@ -158,8 +158,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self._stored is not None and self._stored.present([key]) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many of the pages `keys`, counted from the first to the first missing one, are stored and expected
-        to load faster than they are computed.
+        """Return how many leading pages of `keys` are stored and expected to load faster than they are computed. The
+        first page that is not stored ends the count.
         """
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         return 0 if found is None else self._choice.pages(keys, found, before, found.blocks)
@@ -341,7 +341,7 @@ class HostPages:
 
     def starts(self, indices: torch.Tensor | None, count: int) -> list[int] | None:
         """Return the index of the first token of each of `count` pages. `indices` has the index of every token of the
-        pages. Return None if their number does not fit.
+        pages. Return None if their number does not fit `count` pages.
         """
         if indices is None or indices.numel() != count * self.tokens:
             return None
@@ -359,8 +359,8 @@ class HostPages:
         return write
 
     def fill(self, start: int, stored: LeaseArray) -> bool:
-        """Copy the page `stored` of a lease into the pool, where its first token has the index `start`. Return False if
-        it has another size than a page.
+        """Copy the page `stored`, from a lease, into the pool, where its first token has the index `start`. Return
+        False if `stored` has not the size of a page of the pool.
         """
         if stored.shape != (self.nbytes,):
             return False

@@ -47,9 +47,9 @@ class _Prompt:
 
 
 class PageChoice:
-    """A decision, for each hit of SGLang, how many of its pages to load. `choice` weighs loading against computing;
-    with None all stored pages are loaded. A page has `page_tokens` tokens and `page_bytes` bytes. `clock` returns
-    seconds.
+    """A decider that says, for each hit of SGLang, how many of its stored pages to load. `choice` compares the
+    predicted times of loading and computing; if it is None, all stored pages are loaded. A page has `page_tokens`
+    tokens and `page_bytes` bytes. `clock` returns seconds.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class PageChoice:
         self._lock = threading.Lock()
 
     def question_s(self, pages: int, prefix: Sequence[str] | None, longest_s: float) -> float:
-        """Return the most seconds that the lookup of `pages` pages may take, not over `longest_s`. The pages follow the
-        pages `prefix`.
+        """Return the most seconds that the lookup of `pages` pages may take, at most `longest_s`. `prefix` are the
+        pages before them, or None if SGLang does not name them.
         """
         if self._choice is None:
             return longest_s
@@ -102,7 +102,7 @@ class PageChoice:
         return chosen.blocks
 
     def load_s(self, keys: Sequence[str], longest_s: float) -> float:
-        """Return the most seconds that loading the pages `keys` may take, not over `longest_s`."""
+        """Return the most seconds that loading the pages `keys` may take, at most `longest_s`."""
         with self._lock:
             question = self._questions.get(keys[0]) if keys else None
         return longest_s if question is None else min(longest_s, question.chosen.deadline_s)
@@ -121,9 +121,9 @@ class PageChoice:
             self._choice.observe_load(question.hit, question.chosen, pages, seconds)
 
     def stored(self, keys: Sequence[str], prefix: Sequence[str] | None) -> None:
-        """Note that SGLang stores the pages `keys`, which it has computed behind the pages `prefix`. The time since
-        their prompt was asked for is learned, if nothing else was computed meanwhile. With None their position is
-        unknown, and nothing is learned.
+        """Note that SGLang stores the pages `keys`, which it has computed behind the pages `prefix`. The time since the
+        lookup of their prompt is learned as computing time, if nothing else was computed meanwhile. If `prefix` is
+        None, the position of the pages is unknown, and nothing is learned.
         """
         with self._lock:
             prompt = self._prompt

@@ -28,15 +28,17 @@ log = logging.getLogger(__name__)
 
 
 class PageCopies(NamedTuple):
-    """One of SGLang's device pools (`pages`), and the object that copies to and from it (`transfers`)."""
+    """One of SGLang's device pools with its copies: `pages` describes the pool, and `transfers` copies to and from
+    it.
+    """
 
     pages: SglangDevicePages
     transfers: DeviceTransfers
 
 
 class HeldPages(NamedTuple):
-    """Leased pages of one pool that wait to be loaded. The leases have together one block for each page. `indices` are
-    the token indices of the pages in the pool, a tensor on the device.
+    """Leased pages that wait to be loaded into one device pool. The leases together have one block for each page.
+    `indices` are the indices of the pages' tokens in the pool, as a tensor on the device.
     """
 
     pool: str
@@ -45,8 +47,8 @@ class HeldPages(NamedTuple):
 
 
 class LayerBatch:
-    """The loads for one batch of SGLang: a thread copies the leased pages `held` into device pools, layer by layer.
-    `ready` is a CUDA event after which the pages are known and free.
+    """The loads for one batch of SGLang's requests: a thread copies the leased pages `held` into device pools, layer by
+    layer. `ready` is a CUDA event; after it the engine no longer uses the target pages, and their indices can be read.
     """
 
     def __init__(self, held: Sequence[HeldPages], pools: Mapping[str, PageCopies], ready: Any) -> None:
@@ -72,7 +74,9 @@ class LayerBatch:
         self._waited[stream] = layer
 
     def finish(self) -> bool:
-        """Wait until all copies have ended, and release the leases. Return whether all pages were loaded."""
+        """Wait until all copies of the batch have ended, and release the leases. Return True if all pages were
+        loaded.
+        """
         self._thread.join()
         if not self._is_over:
             for _, load in self._loads:
@@ -108,8 +112,8 @@ class LayerBatch:
 
 
 class LayerCounter:
-    """The counter that SGLang's pools call before they hand out a layer, so that a forward waits for loads.
-    `set_consumer` names the batch that the forward belongs to. Batches are numbered from 0; -1 is none.
+    """The counter that SGLang's pools call before they hand out a layer, so that a forward pass waits until the layer
+    is loaded. `set_consumer` names the batch that the forward pass computes, by a number from 0 on, or -1 for no batch.
     `current_stream` returns the calling thread's stream (a CUstream's address).
     """
 
@@ -133,8 +137,8 @@ class LayerCounter:
             batch.wait(threshold, self._current_stream())
 
     def finish(self, index: int) -> bool:
-        """End the batch with the number `index`, and return whether its pages were loaded. Return True for an unknown
-        batch.
+        """End the loads of batch number `index`, and return True if all its pages were loaded. Return True for an
+        unknown batch.
         """
         batch = self._batches.get(index)
         has_come = batch is None or batch.finish()
@@ -154,9 +158,10 @@ def release(held: Sequence[HeldPages]) -> None:
 
 
 class SglangDevicePages:
-    """The pages of one of SGLang's device pools, described for copies. `layers[i]` is the model's layer of the pool's
-    layer i, ascending. `form` is a text that describes the bytes: kind, layout and types of the buffers, and the
-    `draft` model that has layers there. Raises BackendMisconfigured.
+    """The pages of one of SGLang's device pools, described for copies. `layers[i]` is the number of the model's layer
+    that is layer i of the pool, in ascending order. `form` is a text that describes the bytes of a page: kind, layout
+    and types of the buffers, and the name of the `draft` model that has layers in the pool. Raises
+    BackendMisconfigured.
     """
 
     def __init__(self, entry: Any, draft: str = "") -> None:
@@ -206,7 +211,7 @@ def _indices(mapped: int | Sequence[int]) -> list[int]:
 
 
 class Offloads:
-    """A queue of stores, which one thread runs one after another until `close`."""
+    """A queue of functions that store pages, which one thread runs one after another until `close`."""
 
     def __init__(self) -> None:
         self._work: Queue[Callable[[], bool] | None] = Queue()
@@ -251,10 +256,9 @@ class Offloads:
 
 
 class Ranks:
-    """The ranks (processes of one model) that must give SGLang one answer: those on which its radix tree agrees on a
-    hit.
-
-    `params` is SGLang's CacheInitParams, with its process groups for the CPU. The object owns none of them.
+    """The ranks (processes of one model) that must give SGLang the same answer about a hit, so that SGLang's radix
+    trees agree on it. `params` is SGLang's CacheInitParams, with its process groups for the CPU. The object closes none
+    of them.
     """
 
     def __init__(self, params: Any) -> None:
@@ -267,7 +271,7 @@ class Ranks:
         self.tp_rank = torch.distributed.get_rank(group=tensor) if self.tp_size > 1 else 0
 
     def all(self, is_so: bool) -> bool:
-        """Return True if `is_so` is True on every rank. Each rank has to call this, and waits for the others."""
+        """Return True if `is_so` is True on every rank. Every rank has to call this, and it waits for all ranks."""
         import torch
 
         flag = torch.tensor([int(is_so)], dtype=torch.int)

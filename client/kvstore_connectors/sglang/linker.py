@@ -59,10 +59,10 @@ _PLAIN = (MHATokenToKVPool, MLATokenToKVPool)  # their subclasses have scales, o
 
 
 class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
-    """A linker that loads pages from the daemon straight into SGLang's device pools; SGLang loads it by name. Keys of
-    `linker_extra_config`, all optional: `socket` (directory of the daemon's sockets), `weights_digest`,
-    `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for a model or setting that cannot
-    be served.
+    """A linker that loads pages from the daemon straight into SGLang's device pools. SGLang loads it by name. The keys
+    of `linker_extra_config` are optional: `socket` (directory of the daemon's sockets), `weights_digest`,
+    `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for a model or setting that cannot be
+    served.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # What is there
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Return every length, in pages, of a prefix of the request `rid` that all pools in `transfers` can restore.
-        The list is empty while there is no daemon.
+        """Return the lengths, in pages, of all prefixes of the request `rid` that every pool in `transfers` can
+        restore. The list is empty while there is no daemon.
         """
         expanded = self._group.resolve_transfers(transfers)
         hashes = [] if not expanded else list(_of_pool(transfers, KV).keys)
@@ -151,8 +151,8 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # Device pages from leases
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Lease all pages of a hit of the request `rid`, to be loaded with the next batch. Return False, on every rank,
-        if one rank cannot lease them in time; SGLang then computes them.
+        """Lease all pages of a hit of the request `rid`, so that the next batch loads them. Return False, on every
+        rank, if one rank cannot lease its pages in time; SGLang then computes them.
         """
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:

@@ -23,8 +23,8 @@ class BackendMisconfigured(ValueError):
 
 
 def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:
-    """Return the fingerprint of one rank of a model. `config` is SGLang's HiCacheStorageConfig. `dtype`, `layout` and
-    `page_tokens` describe the pages, and `extra` is the backend's extra config.
+    """Return the fingerprint under which one rank of a model stores pages. `config` is SGLang's HiCacheStorageConfig.
+    `dtype`, `layout` and `page_tokens` describe the pages, and `extra` is the backend's extra config.
     """
     weights = _stated(extra, "weights_digest")
     if not config.model_name and not weights:
@@ -54,8 +54,8 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
 
 
 def draft_model(server_args: Any) -> str:
-    """Return a name for the draft model in SGLang's `server_args`. Its K/V are in the pools for which `is_drafts` is
-    True.
+    """Return a name for the draft model that SGLang's `server_args` name. The draft model's K/V are in the pools for
+    which `is_drafts` is True.
     """
     path = getattr(server_args, "speculative_draft_model_path", None)
     return f"draft {path}@{getattr(server_args, 'speculative_draft_model_revision', None)}"
@@ -98,7 +98,7 @@ def whole_prefixes(present: Sequence[bool]) -> set[int]:
 
 
 def ending_in(present: Sequence[bool], trailing: int) -> set[int]:
-    """Return every length n for which the last `trailing` of the first n pages are present. `present` says for each
-    page whether it is stored.
+    """Return every length n for which the last `trailing` of the first n pages are stored. `present` says for each page
+    whether it is stored.
     """
     return {end for end in range(1, len(present) + 1) if all(present[max(0, end - trailing) : end])}

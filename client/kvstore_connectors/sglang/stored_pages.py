@@ -67,9 +67,9 @@ class StoredPages:
     def restorable(
         self, hashes: Sequence[str], transfers: Sequence[Any], most: int, deadline_s: float | None = None
     ) -> tuple[set[int], dict[str, int]]:
-        """Return the lengths, up to `most`, of prefixes of the pages `hashes` that all pools can restore, each by the
-        rule of its PoolTransfer in `transfers`. Return also, for each pool, the longest prefix that it alone could
-        restore. `deadline_s` seconds are for each pool's lookup.
+        """Return two things about the pages `hashes`: the set of prefix lengths, up to `most` pages, that all pools can
+        restore, and for each pool the longest prefix that it alone could restore. Each pool follows the rule of its
+        PoolTransfer in `transfers`. The lookup of each pool takes at most `deadline_s` seconds.
         """
         usable = set(range(1, most + 1))
         hits: dict[str, int] = {}
@@ -114,9 +114,9 @@ class StoredPages:
     def put(
         self, hashes: Sequence[str], pool: str, payloads: Sequence[Any], *, before: str | None, nbytes: int | None
     ) -> list[bool]:
-        """Store consecutive pages with these `hashes` in `pool`, behind the page `before`, or as the start of a chain
-        if that page is not stored. `nbytes` is the size of a payload. Return for each page whether it is stored. If
-        a payload fails to fill its slot, its error is raised.
+        """Store consecutive pages with these `hashes` in `pool`. They follow the page `before`; if it is None or not
+        stored, they start a chain. `nbytes` is the size of a payload. Return for each page whether it is stored. If a
+        payload fails to fill its slot, its error is raised.
         """
         names = self.names([*([] if before is None else [before]), *hashes], pool)
         if names is None:

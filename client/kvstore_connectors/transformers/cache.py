@@ -109,8 +109,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     @property
     def report(self) -> CacheReport:
-        """The numbers of tokens of this sequence that were restored, computed and stored so far, and the reasons why no
-        more were.
+        """The report about this sequence: how many tokens were restored, computed and stored so far, and the reasons
+        why no more were.
         """
         sequence = self._sequence
         return CacheReport(
@@ -155,9 +155,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
-        """Prepare a call of the model with this cache: restore the stored prefix, and return the arguments of the call
-        that is left to compute. Raises KVStoreError(INVALID) if the caller counts on tokens that an interrupted call
-        did not compute.
+        """Prepare the model's `call` with this cache: restore the stored prefix, and return the arguments of a call
+        that computes only the other tokens. Raises KVStoreError(INVALID) if `call` continues tokens that an interrupted
+        call did not compute.
         """
         was_open, self._coming = self._coming is not None, None
         self._times.report()
@@ -212,8 +212,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return rest
 
     def after(self, output: Any) -> Any:
-        """Finish a call of the model: its tokens are cached now, and full blocks are stored in the background. Return
-        the call's `output`. A call that raised (`output` is None) leaves the sequence as it was before.
+        """Finish a call of the model: record its tokens as cached, and store its full blocks in the background. Return
+        `output`, the result of the call. If `output` is None, the call raised, and the sequence stays as it was before.
         """
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V

@@ -42,8 +42,8 @@ class ModelCallListener(Protocol):
 
 
 def listen(model: PreTrainedModel, cache: ModelCallListener) -> None:
-    """Register hooks on `model` that notify `cache` of every call in which it is the cache. They are removed with the
-    cache.
+    """Register hooks on `model` that call `cache` before and after every model call that uses it as its cache. The
+    hooks are removed when `cache` is freed.
     """
     names = list(inspect.signature(model.forward).parameters)
     reference = weakref.ref(cache)
@@ -126,8 +126,8 @@ def tokens_to_compute(call: Call) -> int | None:
 
 
 def shorten(call: Call, tokens: int) -> Call:
-    """Return the arguments `call` without the first `tokens` tokens, which are cached now. The mask still covers all
-    tokens.
+    """Return the arguments of `call` without its first `tokens` tokens, which are cached now. The attention mask still
+    covers all tokens.
     """
     shorter = dict(call)
     for name in _BY_TOKEN:
@@ -137,9 +137,9 @@ def shorten(call: Call, tokens: int) -> Call:
 
 
 def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
-    """Split `call`, which follows `held` cached tokens, into calls that compute its tokens one after the other. Each
-    except the last ends at a multiple of `size` tokens, and its output is not used. The last has at least `keep`
-    tokens.
+    """Split `call`, which follows `held` cached tokens, into calls that compute its tokens one after the other. Every
+    call but the last ends at a multiple of `size` tokens of the sequence, and its output is not used. The last call has
+    at least `keep` tokens.
     """
     end = held + call["input_ids"].shape[1]
     cuts = range(held // size * size + size, end - keep + 1, size)
@@ -157,7 +157,9 @@ def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
 
 
 def with_positions(call: Call, model: PreTrainedModel, held: int) -> Call:
-    """Return `call` with explicit positions that follow `held` cached tokens, if it has none and `model` takes them."""
+    """Return `call` with explicit positions that follow `held` cached tokens. Return it unchanged if it has positions
+    already, or `model` does not take them.
+    """
     if call.get("position_ids") is not None or "position_ids" not in inspect.signature(model.forward).parameters:
         return call
     return {**call, "position_ids": positions(held, call["input_ids"])}

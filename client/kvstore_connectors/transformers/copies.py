@@ -48,16 +48,20 @@ class BlockRun(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """A source of the computed blocks of a sequence, for the thread that stores them."""
+    """A source of the payloads of one sequence's computed blocks. The thread that stores the blocks reads them from
+    it.
+    """
 
     def runs(self, blocks: range) -> list[BlockRun]:
-        """Return the payloads of `blocks`, one run for each layer group. The group that has all of the blocks comes
-        first.
+        """Return the payloads of `blocks`, in one run for each layer group. The run of the group that has all of the
+        blocks comes first.
         """
         ...
 
     def stored(self, blocks: range) -> None:
-        """Note that `blocks` are stored or given up, so that their memory is no longer needed."""
+        """Note that `blocks` are stored or will not be stored, so that the memory of their payloads is no longer
+        needed.
+        """
         ...
 
 
@@ -65,7 +69,9 @@ class Copying(Protocol):
     """A copy of leased tokens into a tensor that is under way, layer by layer. Its methods raise nothing."""
 
     def wait(self, layer: int) -> None:
-        """Make the model's further work find layer number `layer` in the tensor, or return when the copy has failed."""
+        """Make the model's further work wait until layer number `layer` is in the tensor, or until the copy has
+        failed.
+        """
         ...
 
     def finish(self) -> bool:
@@ -76,8 +82,8 @@ class Copying(Protocol):
 
 
 class TensorCopies(Protocol):
-    """The copies between blocks and tensors on one kind of device. A `tensor` is made by `empty`, with the axes [layer,
-    K or V, head, token, dimension].
+    """An object that copies between stored blocks and tensors on one kind of device. The tensors are made by `empty`,
+    with the axes [layer, K or V, head, token, dimension].
     """
 
     @property
@@ -87,30 +93,35 @@ class TensorCopies(Protocol):
 
     @property
     def least_beside_bytes(self) -> int:
-        """The least size in bytes of a copy that runs beside the model. Smaller copies are made before the model goes
-        on.
+        """The least size in bytes of a copy that may run while the model computes. Smaller copies end before the model
+        goes on.
         """
         ...
 
     def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
-        """Return a new tensor on `device` for the K/V of `room` tokens, whose sizes and type `shape` gives."""
+        """Return a new tensor on `device` for the K/V of `room` tokens. `shape` gives the sizes of the other axes and
+        the dtype.
+        """
         ...
 
     def copy(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> bool:
         """Copy the tokens `span` from `lease`, which covers the prefix from its first block on, into `tensor`. Return
-        False if the copied bytes may not be the leased bytes. Raises the error that prevented the copy.
+        False if the lease ended meanwhile, so that the copied bytes may be wrong. Raises the error that prevented the
+        copy.
         """
         ...
 
     def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> Copying:
-        """Start to copy the tokens `span` from `lease` into `tensor`, beside the model, and return the copy under way.
-        It takes over the contents of `held`, which has the lease, unless this raises.
+        """Start to copy the tokens `span` from `lease` into `tensor` while the model computes, and return the copy
+        under way. The copy takes over the contents of `held`, which keeps the lease, and closes it at the end. If this
+        raises, `held` stays with the caller.
         """
         ...
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: Any) -> list[FillSlot]:
-        """Return a payload for `Session.put` for each of `blocks` in `tensor`, full blocks of `block_tokens` tokens
-        that the model has computed at the moment `ready`. The caller keeps `ready` until they are written.
+        """Return for each of `blocks` a payload for `Session.put` that reads the block from `tensor`. They are full
+        blocks of `block_tokens` tokens, complete once the moment `ready` has come. The caller keeps `ready` until they
+        are written.
         """
         ...
 

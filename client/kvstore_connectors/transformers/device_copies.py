@@ -32,8 +32,8 @@ from kvstore_connectors.transformers.state import KVShape
 
 
 class TorchStream:
-    """The CUDA stream of `device` on which this thread queues the model's kernels now, and memory from torch's
-    allocator.
+    """The CUDA stream of `device` on which this thread queues the model's kernels now. It also gives memory from
+    torch's allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,10 +48,9 @@ class TorchStream:
 
 
 class DeviceCopying:
-    """A load from a lease to a tensor on a device that is under way beside the model. `held` has the lease, and is
-    closed at the end.
-
-    A load that is dropped early ends by itself: the pool keeps the tensor, and the source memory stays mapped.
+    """A load from a lease to a tensor on a device, which runs while the model computes. `held` keeps the lease, and is
+    closed at the end. A load that is dropped early ends by itself: the pool keeps the tensor, and the source memory
+    stays mapped.
     """
 
     def __init__(self, load: LayerLoad, stream: TorchStream, held: ExitStack) -> None:

@@ -159,8 +159,8 @@ def difference(session: Fingerprint, model: Any) -> str:
 
 
 def difference_now(session: Fingerprint, model: Any) -> str:
-    """Return the differences between `model` and the fingerprint `session` that are cheap to see before each token:
-    weights that torch knows were written to, and adapters. Return "" if there are none.
+    """Return as text how `model` differs from the fingerprint `session`, by two checks that are cheap enough to make
+    before each token: whether torch wrote to weights, and whether adapters changed. Return "" if neither did.
     """
     inner = inner_model(model)
     known = _hashed.get(inner)
@@ -289,9 +289,9 @@ _watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()
 
 
 def watch(model: PreTrainedModel, *, by_content: bool) -> None:
-    """Record the present state of the files that the weights of `model` are mapped from, so that `written_file` notices
-    later changes. With `by_content` any sign of a change counts. Raises KVStoreError(INVALID) if a file is gone and
-    cannot be opened.
+    """Record the present state of the files from which the weights of `model` are mapped, so that `written_file`
+    notices later changes. With `by_content` any sign of a change counts, because the contents are compared afterwards.
+    Raises KVStoreError(INVALID) if a file is gone and cannot be opened.
     """
     tensors = [*model.parameters(), *model.buffers()]
     _watched[model] = _Watched(WeightFiles(map(_path_of, _mappings_of(tensors))), by_content)

@@ -75,8 +75,9 @@ def layers_of(config: Any) -> list[Any]:
 
 
 class GroupMemory:
-    """The cache layers of one sequence of a model whose layers differ, and the blocks made of them. `is_whole` is True
-    while the layers hold only what this object put or saw there.
+    """The cache layers of one sequence, for a model whose layers keep different kinds of state, and the sequence's
+    blocks that wait to be stored. `is_whole` is True while the layers hold only state that this object restored or saw
+    computed.
     """
 
     def __init__(self, state: GroupedState, config: Any, block_tokens: int) -> None:
@@ -148,12 +149,15 @@ class GroupMemory:
                 self.blocks.add_whole(group, end, [(rows.detach(), 0) for rows in self._tensors(group)])
 
     def read(self, group: LayerGroup, index: int) -> list[torch.Tensor]:
-        """Return the state of layer number `index`, one tensor for each part of `group`, as `rows_of` gives it."""
+        """Return the state of layer number `index`, as one tensor for each part of `group` (such as K and V), in the
+        shape of `rows_of`.
+        """
         return [rows_of(self.layers[index], part.name) for part in group.parts]
 
     def install(self, tokens: int, held: int, loaded: dict[tuple[int, int], list[torch.Tensor]]) -> None:
-        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` has,
-        by group and layer, the result of `read_blocks`: for a full group only the blocks that are not held.
+        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` maps
+        (group number, layer number) to the tensors that `read_blocks` returned. For a group of full attention they have
+        only the blocks that the layers do not hold.
         """
         for group in self.state.groups:
             names = [part.name for part in group.parts]
@@ -173,7 +177,9 @@ class GroupMemory:
         self._kept = tokens
 
     def go_back(self, tokens: int) -> None:
-        """Remove the state of all tokens behind the first `tokens`. The caller has checked `can_go_back`."""
+        """Remove the state of all tokens behind the first `tokens`. The caller has checked that the state can go back
+        (`can_go_back`).
+        """
         for layer in self.layers:
             surplus = layer.get_seq_length() - tokens
             if surplus > 0:
@@ -184,7 +190,9 @@ class GroupMemory:
         self.is_whole = False
 
     def plain_layers(self, config: Any, memo: dict[int, Any]) -> list[Any]:
-        """Return deep copies of the layers as Transformers' own classes. `memo` is the one of `deepcopy`."""
+        """Return deep copies of the layers as objects of Transformers' own classes. `memo` is the memo of the running
+        `deepcopy`.
+        """
         layers = list(DynamicCache(config=config).layers)
         for ours, plain in zip(self.layers, layers, strict=True):
             values = {name: value for name, value in vars(ours).items() if name not in _OURS}

@@ -32,8 +32,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class HostTensorCopies:
-    """The copies between blocks and tensors by the CPU, for a model on `device` (None: the CPU). It implements
-    `TensorCopies`.
+    """An object that copies between stored blocks and tensors by the CPU, for a model on `device` (None: the CPU). It
+    implements `TensorCopies`.
     """
 
     layout = LAYOUT
@@ -69,8 +69,8 @@ def _payloads(lease: Lease, span: TokenSpan) -> list[Bytes]:
 
 
 def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: TokenSpan, layers: slice = slice(None)) -> None:
-    """Copy the tokens `span` from `blocks`, the payloads of the blocks that hold them, into `tensor`, for the chosen
-    `layers`.
+    """Copy the tokens `span` from `blocks` into `tensor`. `blocks` are the payloads of the blocks that hold those
+    tokens. Only the layers in the slice `layers` are copied.
     """
     count, _, heads, _, head_dim = tensor.shape
     begin, end, block_tokens = span.begin, span.end, span.block_tokens
@@ -136,7 +136,7 @@ class Expiring(Protocol):
 
 
 class LayerCopy:
-    """A copy of `layers` layers in a thread, while the model computes. `copy(layer)` writes one layer; `held` has the
+    """A copy of `layers` layers in a thread, while the model computes. `copy(layer)` writes one layer. `held` keeps the
     lease, and is closed at the end.
     """
 

@@ -26,8 +26,8 @@ LEAST_HEADROOM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class StackBlocks:
-    """The computed blocks of one sequence in the tensor of a `KVStack`, complete at the moment `ready`. It implements
-    `BlockSource`.
+    """The computed blocks of one sequence in the tensor of a `KVStack`, for the thread that stores them. They are
+    complete once the moment `ready` has come. It implements `BlockSource`.
     """
 
     copies: TensorCopies
@@ -44,8 +44,8 @@ class StackBlocks:
 
 
 class KVStack:
-    """The K and V of all layers of one sequence, in one tensor. `copies` move blocks into and out of the tensor, by
-    default with the CPU. `is_whole` is False once a layer keeps its K and V itself.
+    """The K and V of all layers of one sequence, in one tensor. `copies` moves blocks into and out of the tensor; by
+    default the CPU does. `is_whole` becomes False when the layers begin to keep their K and V in tensors of their own.
     """
 
     def __init__(self, shape: KVShape, copies: TensorCopies | None = None) -> None:
@@ -133,8 +133,8 @@ class KVStack:
 
 
 class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A Transformers cache layer whose K and V are layer number `index` of the tensor of `stack`. To the model it is a
-    `DynamicLayer`.
+    """A Transformers cache layer whose K and V are layer number `index` of the tensor of `stack`. The model uses it as
+    a `DynamicLayer`.
     """
 
     def __init__(self, stack: KVStack, index: int) -> None:
@@ -166,7 +166,9 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_ours(self) -> bool:
-        """True as long as `keys` and `values` are the views of the stack's tensor that this layer was given."""
+        """True while `keys` and `values` of this layer are views of the stack's tensor, and no other code has replaced
+        them.
+        """
         if self.length == 0:
             return bool(self.get_seq_length() == 0)
         return self.keys is self._shown[0] and self.values is self._shown[1]

@@ -33,8 +33,9 @@ _choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
 
 
 def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
-    """Return the object that decides for `model` how much to load, with its record of costs. Each model object has its
-    own. A new record begins with the costs that an earlier process saved for the session's fingerprint.
+    """Return the `LoadChoice` that decides for `model` how many stored blocks to load, with its record of costs. Each
+    model object has its own. A new one begins with the costs that an earlier process saved for the session's
+    fingerprint.
     """
     found = _choices.get(model)
     if found is None:
@@ -45,8 +46,8 @@ def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to restore a prefix of `tokens`. The memory holds the first `held` of them, and shall hold at most the
-    first `most` afterwards.
+    """A request to restore a prefix of `tokens` into a cache. The cache holds the first `held` tokens, and may hold at
+    most the first `most` tokens afterwards.
     """
 
     tokens: Tokens
@@ -57,22 +58,22 @@ class Wanted:
 
     @property
     def blocks(self) -> int:
-        """The number of leading blocks to ask for, or 0 if they would add nothing. The last one may be used in part:
-        for a prompt that was stored whole, one token is left to compute.
+        """The number of leading blocks to ask for, or 0 if they would add no token. Only a part of the last block may
+        be used: for a prompt that is stored completely, one token is left to compute.
         """
         blocks = min(len(self.tokens) // self.block_tokens, -(-self.most // self.block_tokens))
         return blocks if self.covered(blocks) > self.held else 0
 
     def covered(self, blocks: int) -> int:
-        """Return the number of tokens that the memory holds once the first `blocks` blocks are restored."""
+        """Return the number of tokens that the cache holds once the first `blocks` blocks are restored."""
         return max(min(blocks * self.block_tokens, self.most), self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredCache:
-    """The result of a restore. The memory holds the first `tokens` tokens now, or gets them while the model computes.
-    `blocks` blocks of the prefix are stored, and `bytes` were copied. `reason` says why no more tokens were
-    restored.
+    """The result of a restore. The cache holds the first `tokens` tokens now, or gets them while the model computes.
+    `blocks` is the number of stored blocks of the prefix, and `bytes` the number of bytes that were copied. `reason`
+    says why no more tokens were restored.
     """
 
     tokens: int
@@ -92,10 +93,9 @@ def restore(
     deadline_s: float,
     beside: bool = False,
 ) -> RestoredCache:
-    """Load stored blocks of the prefix `wanted` into `memory`, and return the result. `choice` decides how many are
-    loaded and how many are computed instead; if it is None, all are loaded.
-
-    `deadline_s` seconds are for the lookup. With `beside` the copy may go on while the model computes.
+    """Load stored blocks of the prefix `wanted` into `memory`, and return the result. `choice` decides how many blocks
+    are loaded, and the others are computed; if it is None, all are loaded. The lookup takes at most `deadline_s`
+    seconds. With `beside` the copy may go on while the model computes.
     """
     if isinstance(memory, GroupMemory):
         return _restore_groups(session, memory, wanted, choice, deadline_s, beside=beside)
@@ -174,8 +174,8 @@ def _bring_groups(leased: LeasedGroups, memory: GroupMemory, wanted: Wanted, hel
 
 
 def is_silent(restored: RestoredCache) -> bool:
-    """Return whether the daemon did not answer this restore in time, so that asking again soon would take the full
-    deadline again.
+    """Return True if the daemon did not answer this restore in time. The next request would probably wait for its full
+    deadline, too.
     """
     return restored.reason == REASON_DEADLINE
 

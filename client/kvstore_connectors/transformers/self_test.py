@@ -55,19 +55,18 @@ _tried: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictiona
 
 
 def prove(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> None:
-    """Test that `model` answers from restored blocks of `block_tokens` tokens as from a whole prompt. Raises
-    KVStoreError(INVALID) if it does not.
-
-    A model in training mode, or on several devices, is tested later, when it no longer is. With `skip` the model counts
-    as tested.
+    """Test that `model` gives equal answers from restored blocks of `block_tokens` tokens and from a completely
+    computed prompt. Raises KVStoreError(INVALID) if it does not. A model in training mode, or on several devices, is
+    tested later, when that has ended. With `skip` the model is not tested and counts as tested.
     """
     if failure := failure_of(model, block_tokens, skip=skip):
         raise invalid(f"the K/V state of {type(model).__name__} cannot be stored: {failure}")
 
 
 def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> str:
-    """Test `model` as `prove` does, unless that was done before, and return the reason of a failure as a sentence.
-    Return "" if the test succeeds. With `skip` the model counts as tested.
+    """Test whether `model` gives equal answers with restored blocks of `block_tokens` tokens and without, unless that
+    was tested before. Return the reason of a failure as a sentence, or "" if the test succeeds. With `skip` the model
+    is not tested and counts as tested.
     """
     state = (model.device, model.dtype, getattr(model.config, "_attn_implementation", None))
     known = _tried.get(model)
@@ -91,8 +90,8 @@ def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool =
 
 
 def changed(session: Fingerprint, model: Any) -> str:
-    """Return a sentence if `model` is no longer the one that the fingerprint `session` describes, or "" if it is. This
-    takes too long to be called for each token.
+    """Return a sentence if `model` is no longer the model that the fingerprint `session` describes, or "" if it is.
+    This takes too long to be called for each token.
     """
     inner = inner_model(model)
     if differs := difference(session, model):

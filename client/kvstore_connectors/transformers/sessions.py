@@ -60,8 +60,8 @@ def kvstore_session(
 
 
 def flush(session: Session, timeout_s: float | None = None) -> bool:
-    """Wait until all blocks that the caches of `session` announced are stored or given up. Return False if `timeout_s`
-    seconds did not suffice; None waits without a limit.
+    """Wait until every block that the caches of `session` announced is stored, or will not be stored. Return False if
+    `timeout_s` seconds did not suffice; None waits without a limit.
     """
     return storer_of(session).flush(timeout_s)
 
@@ -91,8 +91,8 @@ def copies_of(session: Session, model: PreTrainedModel) -> TensorCopies:
 
 
 def shared_session(socket: str | os.PathLike[str], model: Any) -> Session:
-    """Return this process's session with the daemon at `socket` for `model` in its present state. It is opened at the
-    first call and closed at the end of the program.
+    """Return the session of this process with the daemon at `socket`, for the state of `model` as it is now. It is
+    opened at the first call and closed at the end of the program.
     """
     prove(inner_model(model), None)  # before its fingerprint: what it computes for that need not be computed twice
     key = (str(socket_directory(socket)), model_fingerprint(model).digest(), device_index(inner_model(model)))

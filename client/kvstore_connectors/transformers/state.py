@@ -69,9 +69,9 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupedState:
-    """A description of the state of a model whose layers differ: its layer `groups`, and the number of its `layers`.
-    Recurrent states exist where a call of the model ends, so blocks are multiples of `chunk` tokens; without such
-    states it is 1.
+    """A description of the state of a model whose layers keep different kinds of state: its layer `groups`, and the
+    number of its `layers`. A recurrent state exists only where a call of the model ends, so blocks are multiples of
+    `chunk` tokens. `chunk` is 1 for a model without recurrent states.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -91,8 +91,8 @@ class GroupedState:
         return all(group.kind in ("full", "latent") for group in self.groups)
 
     def default_block_tokens(self) -> int:
-        """Return the number of tokens of a block if the caller names none. It is larger where recurrent states are
-        large, so that fewer of them are stored.
+        """Return the number of tokens of a block if the caller names none. A model with large recurrent states has
+        larger blocks, so that fewer states are stored.
         """
         if not self.is_recurrent:
             return BLOCK_TOKENS
@@ -214,7 +214,9 @@ _known: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, State]] = WeakKeyD
 
 
 def learn(model: PreTrainedModel, cache: DynamicCache, tokens: int) -> State:
-    """Return the result of `measured`, and remember it for `state_of`. Raises Unfit."""
+    """Return a description of the state that `cache` holds after `model` computed a prompt of `tokens` tokens, and
+    remember it for `state_of`. Raises Unfit if the state cannot be stored.
+    """
     state = measured(cache, model, tokens)
     _known[model] = (model.dtype, state)
     return state
@@ -267,8 +269,8 @@ def rope_of(config: Any) -> str:
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, last: int, held: int = 0) -> torch.Tensor:
-    """Compute the tokens `ids` with `cache`, and return the logits of the `last` tokens, as float32 [tokens, number].
-    If `held` is not 0, the model is given positions that count from there.
+    """Compute the tokens `ids` with `cache`, and return the logits of the `last` tokens, as float32 [tokens,
+    vocabulary]. If `held` is not 0, the model is given positions that count from `held`.
     """
     parameters = inspect.signature(model.forward).parameters
     call: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache, "use_cache": True}
@@ -283,8 +285,8 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, last:
 
 
 def positions(held: int, ids: torch.Tensor) -> torch.Tensor:
-    """Return the positions of `ids` behind `held` tokens, as a tensor [1, tokens]. Some models (Bamba) count from 0 in
-    each call without them.
+    """Return the positions of the tokens `ids`, which follow `held` tokens, as a tensor [1, tokens]. Some models
+    (Bamba) count from 0 in each call if they are given no positions.
     """
     return torch.arange(held, held + ids.shape[1], device=ids.device)[None]
 

@@ -35,8 +35,8 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """The first `blocks` blocks of a sequence with its `tokens`, computed at the moment `ready`. `source` has the
-    payloads of the blocks that are not stored yet.
+    """The first `blocks` blocks of a sequence of `tokens`, to be stored. They are computed once the moment `ready` has
+    come. `source` has the payloads of the blocks that are not stored yet.
     """
 
     tokens: Tokens
@@ -47,9 +47,9 @@ class ComputedBlocks:
 
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class SequenceToStore:
-    """The record of storing one sequence. `computed` has its blocks while any of them waits. Of its `wanted_blocks`
-    blocks, `done_blocks` are stored or given up; `statuses` counts the results. `reason` says why storing stopped,
-    or is "".
+    """The record of storing one sequence. `computed` has its blocks while any of them waits to be stored.
+    `wanted_blocks` blocks are to be stored; `done_blocks` of them are stored, or will not be. `statuses` counts the
+    results by status. `reason` says why storing stopped, or is "".
     """
 
     session: Session
@@ -64,7 +64,7 @@ class SequenceToStore:
         return 0 if self.reason else max(self.wanted_blocks - self.done_blocks, 0)
 
     def let_go(self) -> None:
-        """Drop the references to the blocks, which are stored or given up."""
+        """Drop the references to the sequence's blocks, because all are stored or will not be."""
         computed, self.computed = self.computed, None
         if computed is not None:
             computed.source.stored(range(computed.blocks))
@@ -72,7 +72,7 @@ class SequenceToStore:
 
 class SessionStorer:
     """A worker that stores the computed blocks of one session's sequences, in a thread. It waits `first_token_s`
-    seconds before it starts, and ends when no block waits.
+    seconds before it begins, so that the model can answer first. The thread ends when no block waits.
     """
 
     def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
@@ -171,11 +171,9 @@ def storer_of(session: Session) -> SessionStorer:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """A snapshot of what a cache has restored, computed and stored. `reason` says why no more was restored,
-    `store_reason` why no more is stored; each is "" if there is nothing to say.
-
-    `lookup_s` and `restore_s` are the seconds spent on asking and on copying; `waiting_blocks` are full and not yet
-    stored.
+    """A snapshot of what a cache has restored, computed and stored for its sequence. `reason` says why no more tokens
+    were restored, `store_reason` why no more are stored; each is "" if everything was. `lookup_s` and `restore_s` are
+    the seconds spent on lookups and on copies. `waiting_blocks` is the number of full blocks that are not yet stored.
     """
 
     restored_tokens: int = 0

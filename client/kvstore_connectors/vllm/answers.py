@@ -28,8 +28,8 @@ _MOST_WAITING = 1024  # reports; further ones are dropped
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """A request of vLLM that has ended: its `prefix` with the `blocks` whole blocks of prompt and answer, the number of
-    `tokens` of its answer, and its `kv_hints`, if any.
+    """A request of vLLM that has ended. `prefix` has the `blocks` whole blocks of its prompt and answer, `tokens` is
+    the number of tokens of its answer, and `kv_hints` are the hints that its client gave, if any.
     """
 
     prefix: RequestPrefix
@@ -52,8 +52,8 @@ class _Due(NamedTuple):
 
 
 class AnswerReporter:
-    """A reporter of ended answers to the daemon, with the expectations that clients gave for them, in a thread.
-    `sessions` has one session for each rank's shard. `say` gets a warning about malformed hints. The first report
+    """A thread that reports ended answers to the daemon, with the expectations that clients gave for them. `sessions`
+    has one session for the shard of each rank. `say` is called with a warning about malformed hints. The first report
     waits `delay_s` seconds.
     """
 
@@ -90,7 +90,9 @@ class AnswerReporter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop the waiting reports and end the thread. A report that is being sent has the session's deadline."""
+        """Drop the waiting reports and end the thread. A report that is being sent may take until the session's
+        deadline.
+        """
         with self._changed:
             self._closing = True
             self._waiting.clear()

@@ -101,7 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, which tells vLLM that no request depends on a save: a dropped save is only a later miss."""
+        """False, so that vLLM knows that no request depends on a save: a dropped save is only a later miss."""
         return False
 
     # The scheduler's process.
@@ -154,10 +154,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return {source: blocks * size for source, blocks in sources.items()}
 
     def reset_cache(self) -> bool:
-        """Stop using the store for good, and return True. vLLM calls this when weights were changed in place: the
-        stored blocks belong to the old weights.
-
-        The fingerprint names the weights by the files that they were loaded from, so there is no name for the new ones.
+        """Stop using the store for good, and return True. vLLM calls this when weights were changed in place, so that
+        the stored blocks belong to the old weights. The fingerprint names weights by their files, so it cannot name the
+        new ones.
         """
         assert self._scheduler is not None
         self._scheduler.stop()
@@ -198,7 +197,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             session.close()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Prepare a step before any of its blocks is written: copies out of blocks that were freed end now."""
+        """Prepare a step before it writes to any block of the pool: wait for the copies that still read blocks which
+        vLLM has freed.
+        """
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.before_step(kv_connector_metadata.orders)
 
@@ -239,8 +240,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return None, beside or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return vLLM's results of transfers, with the requests whose loads failed. Where vLLM has several groups of
-        layers, it cannot take back single blocks.
+        """Return vLLM's results of transfers, with the ids of requests whose loads failed. `finished_req_ids` are the
+        requests that have ended. If vLLM has several groups of layers, it cannot recompute single blocks, so the whole
+        request counts as failed.
         """
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:

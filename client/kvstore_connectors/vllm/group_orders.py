@@ -26,23 +26,23 @@ PrefixOf = Callable[[int], RequestPrefix]
 @dataclass(slots=True)
 class GroupsOfRequest:
     """The bookkeeping of one request with several layer groups. `stored` has for each group the number of leading
-    blocks that need no order to store. `exposed` has for each of vLLM's groups the pool blocks that were ordered to
-    be stored and are not released, with their index in its block table.
+    blocks for which no order to store is needed any more. `exposed` has for each of vLLM's groups the pool blocks that
+    were ordered to be stored and are not yet released, each with its index in the group's block table.
     """
 
     stored: list[int]
     exposed: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
 
     def taken_back(self, blocks: int) -> None:
-        """Note that vLLM has taken back all blocks of the request except the first `blocks` of each group."""
+        """Note that vLLM has freed all pool blocks of the request except the first `blocks` blocks of each group."""
         self.stored = [min(each, blocks) for each in self.stored]
         self.exposed.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A record of which blocks of a prefix every shard of the model has stored, by layer group. `load_s` says how many
-    seconds each takes to be mapped, and `tiers` has the slowest tier of each block.
+    """A record of which blocks of a prefix are stored by every shard of the model, for each layer group (`present`).
+    `load_s` has the seconds that each block takes to be mapped, and `tiers` the slowest tier that has each block.
     """
 
     groups: StateGroups
@@ -51,13 +51,16 @@ class Survey:
     tiers: tuple[str, ...]
 
     def reach(self, local: int, most: int, skipped: Skipped) -> int:
-        """Return the longest boundary, in blocks and at most `most`, from which vLLM can continue. Return `local`, the
-        blocks that vLLM holds, if no longer one is stored. `skipped` is vLLM's rule.
+        """Return the longest boundary, in blocks and at most `most`, after which vLLM can continue the request. Return
+        `local`, the number of blocks that vLLM holds itself, if no longer boundary can be restored. `skipped(group,
+        tokens)` is vLLM's rule: how many tokens the group does not need then.
         """
         return self.groups.resume_point([blocks[:most] for blocks in self.present], local, most, skipped)
 
     def found(self, local: int, most: int, skipped: Skipped) -> Lookup:
-        """Return the boundary of `reach` in the form of a lookup's result."""
+        """Return the longest boundary after which vLLM can continue the request, as `reach` does, in the form of a
+        lookup's result with tiers and seconds of loading.
+        """
         blocks = self.reach(local, most, skipped)
         firsts = (max(local, self.groups.first_needed(group, blocks, skipped)) for group in self.groups.groups)
         load_s = sum(sum(each[first:blocks]) for each, first in zip(self.load_s, firsts, strict=True))
@@ -84,8 +87,8 @@ def survey(groups: StateGroups, answers: Sequence[Sequence[Lookup]], most: int) 
 
 
 class GroupOrders:
-    """A maker of load and save orders for the requests of an engine with several layer groups. `skipped` is vLLM's rule
-    of which tokens a group does not need (see `groups`).
+    """A maker of orders to load and to save blocks, for the requests of an engine with several layer groups.
+    `skipped(group, tokens)` is vLLM's rule: how many leading tokens a group no longer needs after `tokens` tokens.
     """
 
     def __init__(self, groups: StateGroups, skipped: Skipped) -> None:
@@ -94,8 +97,9 @@ class GroupOrders:
     def loads(
         self, request_id: str, prefix: RequestPrefix, tables: Tables, computed_tokens: int, deadline_s: float
     ) -> list[LoadOrder]:
-        """Return the orders to load the blocks that a request needs at the end of `prefix`. vLLM has the first
-        `computed_tokens` tokens itself, `tables` are its block tables, and a load may take `deadline_s` seconds.
+        """Return the orders to load the blocks that a request needs to continue at the end of `prefix`. vLLM holds the
+        state of the first `computed_tokens` tokens itself, and `tables` are the block tables of its groups. A load may
+        take `deadline_s` seconds.
         """
         size = self.groups.block_tokens
         boundary, local = len(prefix.tokens) // 4 // size, computed_tokens // size
@@ -109,9 +113,9 @@ class GroupOrders:
     def saves(
         self, request_id: str, state: GroupsOfRequest, end: int, tables: Tables, offers: Offers, prefix_of: PrefixOf
     ) -> Iterator[SaveOrder]:
-        """Yield the orders to store the blocks that a step fills, after which `end` tokens are computed. `tables` are
-        vLLM's block tables, and `offers` the recurrent states that vLLM itself keeps, as (group, pool block,
-        tokens).
+        """Yield the orders to store the blocks that a step fills, after which `end` tokens of the request are computed.
+        `tables` are the block tables of vLLM's groups. `offers` are the recurrent states that vLLM keeps by itself, as
+        (group, pool block, tokens).
         """
         full = end // self.groups.block_tokens
         for group in self.groups.groups:
@@ -132,8 +136,8 @@ class GroupOrders:
             state.stored[group.number] = max(first, full)
 
     def released(self, state: GroupsOfRequest, computed_tokens: int) -> Iterator[int]:
-        """Yield the ids of pool blocks that were ordered to be stored, and that vLLM may have given away when it
-        scheduled the tokens behind `computed_tokens`.
+        """Yield the ids of pool blocks that were ordered to be stored and that vLLM may have freed since. vLLM frees
+        them when it schedules the tokens behind the first `computed_tokens` tokens.
         """
         for member, waiting in state.exposed.items():
             if not waiting:

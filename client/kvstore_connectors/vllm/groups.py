@@ -22,9 +22,9 @@ Skipped = Callable[[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A layer group of the store, made of the groups of vLLM that have one specification `spec`. `members` are the
-    numbers of vLLM's groups, and `layers` the names of their layers. One block of the store takes the place of
-    `ratio` pool blocks of each member.
+    """A layer group of the store. It combines the groups of vLLM that have the same specification `spec`: `members` are
+    the numbers of these groups, and `layers` the names of their layers. One block of the store covers `ratio` pool
+    blocks of each member.
     """
 
     number: int
@@ -67,9 +67,9 @@ class StateGroup:
         return self.layer_count * self.pieces * self.page_bytes
 
     def place(self, tables: Sequence[Sequence[int]], block: int, held_tokens: int = 0) -> tuple[int, ...]:
-        """Return the ids of the pool blocks that block number `block` is made of, member after member, from vLLM's
-        block `tables`. An id is 0 for a pool block that is not there, or that is within the first `held_tokens`
-        tokens, of vLLM's own prefix cache.
+        """Return the ids of the pool blocks that make up the store's block number `block`, member after member, from
+        vLLM's block `tables`. An id is 0 if the table has no such pool block, or if it belongs to the first
+        `held_tokens` tokens, which vLLM's own prefix cache holds.
         """
         last = (block + 1) * self.ratio
         indices = range(last - self.pieces, last)
@@ -80,33 +80,38 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
-    """All layer groups of a model, full attention first. A block of the store has `block_tokens` tokens in each."""
+    """All layer groups of a model, full attention first. In every group a block of the store has `block_tokens`
+    tokens.
+    """
 
     groups: tuple[StateGroup, ...]
     block_tokens: int
 
     @property
     def is_plain(self) -> bool:
-        """Return whether vLLM has one group of full attention. It can then take back single blocks of a load that
-        failed.
+        """Return whether vLLM has one group of full attention. Only then can vLLM recompute single blocks of a load
+        that failed.
         """
         return len(self.groups) == 1 and self.groups[0].stays and len(self.groups[0].members) == 1
 
     @property
     def bytes_a_block(self) -> int:
-        """Return the bytes that a load moves for each block of a prefix, in the groups that need every block."""
+        """Return the bytes that a load moves for each block of a prefix, counted over the groups that need every
+        block.
+        """
         return sum(group.block_bytes for group in self.groups if group.stays) or self.groups[0].block_bytes
 
     def first_needed(self, group: StateGroup, boundary: int, skipped: Skipped) -> int:
         """Return the number of the first block of `group` that a request needs to continue after `boundary` blocks.
-        `skipped` is vLLM's rule.
+        `skipped(group, tokens)` is vLLM's rule: how many leading tokens a group does not need after `tokens` tokens.
         """
         tokens = boundary * self.block_tokens
         return min(skipped(group.members[0], tokens) // self.block_tokens, boundary)
 
     def is_whole(self, group: StateGroup, block: int, place: tuple[int, ...], skipped: Skipped) -> bool:
-        """Return whether `place` has every pool block of block number `block` that a resume may need. Pool blocks
-        before the window of the block's own end may be missing. `skipped` is vLLM's rule.
+        """Return whether `place`, the ids of pool blocks for the store's block number `block`, has every pool block
+        that a resume at the block's end may need. `skipped(group, tokens)` is vLLM's rule: how many leading tokens a
+        group does not need then; pool blocks before that may be missing.
         """
         if group.kind == "recurrent":
             return all(place)
@@ -115,9 +120,10 @@ class StateGroups:
         return all(place[at] or at % group.pieces < gone for at in range(len(place)))
 
     def resume_point(self, present: Sequence[Sequence[bool]], local: int, most: int, skipped: Skipped) -> int:
-        """Return the largest number of blocks, at most `most`, after which a request can continue that holds `local`
-        blocks itself. Return `local` if no longer prefix suffices. `present` says for each group which of `most`
-        blocks are stored.
+        """Return the largest number of blocks, at most `most`, after which a request can continue that holds the first
+        `local` blocks itself. Return `local` if no longer prefix can be restored. `present` says for each group which
+        of the first `most` blocks are stored. `skipped(group, tokens)` is vLLM's rule: how many leading tokens a group
+        does not need then.
         """
         reach = [_runs(blocks) for blocks in present]
         for boundary in range(most, local, -1):
@@ -128,8 +134,8 @@ class StateGroups:
 
 
 def state_groups(kv_cache_config: Any) -> StateGroups:
-    """Return the layer groups of an engine, from vLLM's KVCacheConfig. All of its specifications are known
-    (`specs.unknown_spec`).
+    """Return the layer groups of an engine, from vLLM's KVCacheConfig. The caller has checked that all of its
+    specifications are known (`specs.unknown_spec`).
     """
     vllms = kv_cache_config.kv_cache_groups
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)

@@ -39,8 +39,8 @@ class MediaItem:
 
 @dataclass(slots=True)
 class Extras:
-    """Everything that a request's blocks depend on apart from its tokens: adapter, cache salt, images. It is false for
-    plain text.
+    """Everything that a request's blocks depend on apart from its tokens: adapter, cache salt, images. In a condition
+    it counts as False if the request is plain text.
     """
 
     adapter: str = ""
@@ -52,8 +52,8 @@ class Extras:
         return bool(self.adapter or self.salt or self.items)
 
     def digests(self, blocks: int, block_tokens: int) -> tuple[bytes, ...]:
-        """Return a digest for each of the first `blocks` blocks, of `block_tokens` tokens. Each covers all extras
-        before the block's end. Return () for plain text.
+        """Return a digest for each of the first `blocks` blocks, of `block_tokens` tokens. Each digest covers all extra
+        inputs (adapter, cache salt, images) before the block's end. Return () for plain text.
         """
         if not self:
             return ()
@@ -72,10 +72,8 @@ class Extras:
 
 def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group: int = 0) -> dict[str, Any] | None:
     """Return the arguments by which `Session.lookup` and `Session.get` name the blocks of `prefix`, from number
-    `first_block` on, in the layer group `group`.
-
-    None while the session is degraded. Plain text from block 0 on is named by its tokens, so that the session verifies
-    token ids; any other run by keys.
+    `first_block` on, in the layer group `group`. Return None while the session is degraded. Plain text from block 0 on
+    is named by its tokens, so that the session verifies token ids; all other blocks are named by keys.
     """
     tokens = np.frombuffer(prefix.tokens, dtype="<i4")
     of_group = {"group": group} if group else {}
@@ -90,7 +88,9 @@ def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group
 
 
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
-    """Return new keys for blocks that depend on more than their tokens: each of `keys` hashed with its digest."""
+    """Return new keys for blocks that depend on more than their tokens: `keys[i]` hashed together with `digests[i]`,
+    the digest of the other inputs of block i.
+    """
     return BlockKeys(
         b"".join(
             hashlib.blake2b(key + digest, digest_size=KEY_BYTES, person=_PERSON_KEY).digest()

@@ -21,8 +21,9 @@ _STEPS: Final[Mapping[Any, NextStep]] = {"tool_call": "tool_call", "end_of_turn"
 
 @dataclass(frozen=True, slots=True)
 class HintedChain:
-    """A client's expectations for the time after a request. With `wants_prefetch` its chain shall be in DRAM
-    `prefetch_in_s` seconds later. `next_step` and `due_in_s` are as in `Session.hint`. None means not given.
+    """A client's expectations for the time after a request. If `wants_prefetch` is True, the blocks of the request's
+    chain should be in DRAM `prefetch_in_s` seconds after its end. `next_step` is the engine's next step, and `due_in_s`
+    the seconds until the chain is used again. None means not given.
     """
 
     next_step: NextStep | None = None
@@ -40,8 +41,8 @@ class KvHints:
         self.malformed = 0  # envelopes and actions
 
     def read(self, envelope: Any) -> HintedChain:
-        """Return the expectations in the hints of a request, `envelope`, or none if `envelope` is None. If two actions
-        are of one kind, the later one counts.
+        """Return the expectations in `envelope`, the hints of a request. If `envelope` is None, return an object
+        without expectations. If two actions are of one kind, the later one counts.
         """
         step: NextStep | None = None
         due_in_s: float | None = None

@@ -13,8 +13,8 @@ _SHARE_OF_DEADLINE = 0.5  # the estimate is one, and the copy needs time too
 
 
 def restorable_at_most(tokens: int, block_tokens: int) -> int:
-    """Return the number of leading whole blocks that a request of `tokens` tokens can load. The last token is always
-    computed.
+    """Return the number of leading whole blocks that a request of `tokens` tokens can load at most. The last token is
+    always computed, so a block that ends with it does not count.
     """
     return max(tokens - 1, 0) // block_tokens
 

@@ -102,8 +102,8 @@ def _refused_groups(vllm_config: Any, groups: StateGroups) -> str:
 
 
 def refused_backends(names: Collection[str]) -> str:
-    """Return a sentence if one of the attention backends `names` writes KV blocks on a CUDA device in an unknown order.
-    Return "" if all are known.
+    """Return a sentence if one of the attention backends `names` is not known to write KV blocks on a CUDA device in a
+    supported order. Return "" if all are known.
     """
     unknown = sorted(set(names) - _CUDA_BACKENDS)
     if unknown:
@@ -115,7 +115,7 @@ def model_fingerprint(
     vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
 ) -> Fingerprint:
     """Return the fingerprint of one rank of an engine, from vLLM's configuration. `weights` names the weights,
-    `packing` is the kernel's name for the order of bytes in a block, `version` is vLLM's, and `rank` the
+    `packing` is a name for the order of bytes inside a block, `version` is vLLM's version, and `rank` the
     tensor-parallel rank.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -200,9 +200,9 @@ def rope_by_length(model: Any) -> dict[str, Any]:
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
-    """Return a text that names the weights that vLLM loaded: `stated` if given, or a digest of their files. The file
-    `memory` remembers digests. Raises ValueError, with a sentence, if there are no files to read, or if they changed
-    after this process began, and so perhaps after it loaded them.
+    """Return a text that names the weights that vLLM loaded: `stated` if it is given, or a digest of the weight files.
+    Digests are remembered in the file `memory`. Raises ValueError, with a sentence, if there are no files to read, or
+    if they changed after this process began, so that it may have loaded other bytes.
     """
     if stated:
         return f"stated {stated}"
@@ -224,17 +224,17 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
 
 
 def hashes_items(vllm_config: Any) -> bool:
-    """Return whether vLLM names images by their content. It does not if both of its caches are turned off."""
+    """Return whether vLLM names images by a hash of their content. It does not if both of its multimodal caches are
+    turned off.
+    """
     multimodal = vllm_config.model_config.multimodal_config
     has_items_cache = multimodal and multimodal.mm_processor_cache_gb > 0
     return bool(vllm_config.cache_config.enable_prefix_caching or has_items_cache)
 
 
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
-    """Return everything that the blocks of `request` depend on apart from tokens. Return a sentence if that cannot be
-    named.
-
-    `hashed_items` is the result of `hashes_items`.
+    """Return everything that the blocks of `request` depend on apart from tokens. If something in the request cannot be
+    named, return a sentence that says so. `hashed_items` is True if vLLM names images by a hash of their content.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt has embeddings in place of tokens"
@@ -296,8 +296,8 @@ def _dtype(dtype: Any) -> str:
 
 
 def weights_digest(location: Path, memory: Path | None = None) -> str:
-    """Return the digest of the weights in the directory or file `location`, or "" if it has none. The file `memory`
-    remembers digests.
+    """Return the digest of the weights in the directory or file `location`, or "" if it has none. Digests are
+    remembered in the file `memory`.
     """
     return combined_digest(weight_files(location), memory)
 
@@ -328,7 +328,9 @@ def loaded_others(files: Iterable[Path], began: float) -> str:
 
 
 def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
-    """Return a digest of `files`, by name and content, or "" for no files. The file `memory` remembers digests."""
+    """Return a digest of `files`, by name and content, or "" for no files. Digests are remembered in the file
+    `memory`.
+    """
     lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
 

@@ -14,10 +14,9 @@ Place = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RequestPrefix:
-    """The leading whole blocks of a request: their tokens, packed as little-endian int32, and digests of its other
-    inputs.
-
-    `digests[i]` covers everything except tokens that blocks 0 to i depend on. It is empty for a plain text request.
+    """The leading whole blocks of a request: their tokens, packed as little-endian int32, and the digests of its other
+    inputs. `digests[i]` covers everything except tokens that the blocks 0 to i depend on. `digests` is empty for a
+    plain text request.
     """
 
     tokens: bytes
@@ -40,9 +39,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """An order to store blocks of a request's prefix from `first_block` on; the step fills the last of them.
-    `block_ids` has the pool block (or blocks) of each block of the whole prefix. If `stays` is True, these stay in
-    the pool until the request has ended, otherwise until `StepOrders.released` names them.
+    """An order to store blocks of a request's prefix, from number `first_block` to the last block, which the step
+    fills. `block_ids` has the pool block (or blocks) of each block of the whole prefix. If `stays` is True, these pool
+    blocks stay until the request has ended, otherwise until `StepOrders.released` names them.
     """
 
     request_id: str
@@ -55,10 +54,10 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """All orders for one step of the engine. `loads` are for requests that this step computes; `beside` are for
-    requests that wait until their load has ended. `ended` names requests whose pool blocks this step may give to
-    others, and `released` pool blocks that running requests gave up before it. The step computes `tokens` tokens,
-    which attend to `attended` other tokens in all; `decodes` requests continue their answers in it.
+    """All orders for one step of the engine. `loads` are for requests that this step computes. `beside` are for
+    requests that wait until their load has ended. `ended` names requests whose pool blocks vLLM may give to others in
+    this step; `released` are pool blocks that running requests gave up before it. The step computes `tokens` tokens,
+    which attend to `attended` other tokens in all, and `decodes` requests continue their answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -73,7 +72,9 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A report on a load that has ended: `blocks` blocks were loaded, and the request was delayed by `seconds`."""
+    """A report on one load that has ended: `blocks` blocks were loaded, and the load delayed the request by
+    `seconds`.
+    """
 
     request_id: str
     blocks: int
@@ -82,9 +83,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A report on the time `compute_s` that a step of `tokens` tokens took, without waiting for loads, and on the loads
-    that ended since the last report. 0 tokens mean that nothing was measured. On a device the step is an earlier
-    one.
+    """A report of a worker on a step and on loads. Computing a step of `tokens` tokens took `compute_s` seconds,
+    without waiting for loads; 0 tokens mean that no step was measured. On a device the measured step is an earlier one.
+    The report also has the loads that ended since the last report.
     """
 
     loads: tuple[LoadReport, ...] = ()
@@ -93,8 +94,8 @@ class StepReport:
     compute_s: float = 0.0
 
     def joined(self, other: StepReport) -> StepReport:
-        """Return this report of one rank combined with the report `other` of another rank. The slower rank counts, and
-        a step that one of them could not measure is left out.
+        """Return this report of one rank combined with the report `other` of another rank. The slower rank's times
+        count. A step that one of the ranks could not measure is left out.
         """
         loads = {load.request_id: load for load in self.loads}
         for load in other.loads:

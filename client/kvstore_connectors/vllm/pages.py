@@ -18,8 +18,8 @@ from kvstore_connectors.vllm.orders import Place
 
 
 class PageLoad(Protocol):
-    """A load of blocks into vLLM's pool that is under way. The blocks count only if their leases are valid after
-    `finish`.
+    """A load of blocks into vLLM's pool that is under way. The loaded blocks may be used only if their leases are still
+    valid after `finish`.
     """
 
     def wait(self, layer: int) -> None:
@@ -29,15 +29,16 @@ class PageLoad(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until all copies of the load have ended. Raises the load's error. Another thread may call `wait` at that
-        time.
+        """Wait until all copies of the load have ended. Raises the load's error. Another thread may be in `wait`
+        meanwhile.
         """
         ...
 
 
 class Pages(Protocol):
-    """The part of vLLM's KV pool that belongs to one layer group, for copies of whole blocks. `block_bytes` is the size
-    of one block in all layers. If `is_on_device`, a step has only been queued when vLLM says that it has run.
+    """The part of vLLM's KV pool that belongs to one layer group, with copies of whole blocks into and out of it.
+    `block_bytes` is the size of one block in all layers. If `is_on_device` is True, a step that vLLM reports as run has
+    only been queued on the device.
     """
 
     block_bytes: int
@@ -54,21 +55,21 @@ class Pages(Protocol):
         ...
 
     def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: Any) -> PageLoad:
-        """Start to copy blocks of leases into pool blocks, and return the load. Each of `sources` is a lease and the
-        pool blocks of its leading blocks, which the engine does not use after the moment `after`. Raises
-        KVStoreError for blocks of another size.
+        """Start to copy blocks of leases into pool blocks, and return the load. Each of `sources` is a lease, and the
+        pool blocks for the leading blocks of that lease. The engine does not use these pool blocks after the moment
+        `after`. Raises KVStoreError for blocks of another size.
         """
         ...
 
     def gather(self, block_id: Place, destination: Bytes) -> None:
-        """Copy the block at the place `block_id`, all layers, to `destination`, uint8[block_bytes] in shared memory.
-        The step that filled the block has ended.
+        """Copy all layers of the block at the place `block_id` to `destination`, uint8[block_bytes] in shared memory.
+        The step that filled the block must have ended.
         """
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Note, before each step, whether it continues answers. Copies out of the pool then use only a part of the
-        device's link.
+        """Note, before each step, whether the step continues answers. If `is_decoding` is True, copies out of the pool
+        use only a part of the device's link.
         """
         ...
 

@@ -75,8 +75,8 @@ class _Job:
 
 
 class Saver:
-    """A thread that stores vLLM's filled blocks while the engine goes on. A put takes at most `deadline_s` seconds.
-    `say` gets at most one sentence for each kind of trouble.
+    """A thread that stores the blocks that vLLM has filled, while the engine goes on. A put takes at most `deadline_s`
+    seconds. `say` is called with at most one sentence for each kind of trouble.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Saver:
         self.dropped_blocks = 0
 
     def submit(self, order: SaveOrder, after: Moment) -> None:
-        """Queue `order`, and return at once. Blocks that an earlier order of the request could not store are tried
-        again. The blocks are filled at the moment `after`, and not read before.
+        """Queue `order`, an order to store blocks, and return at once. Blocks that an earlier order of the request
+        could not store are tried again. The blocks are filled at the moment `after`, and are not read before.
         """
         with self._wake:
             first = min(order.first_block, self._gaps.pop((order.request_id, order.group), order.first_block))

@@ -39,9 +39,9 @@ DescribeExtras = Callable[[Any], Extras | str]
 
 @dataclass(frozen=True, slots=True)
 class LoadRules:
-    """The rules by which hits are loaded. `choice` decides how much; with None all that is found is loaded. A block has
-    `block_bytes` bytes. A load takes at most `deadline_s` seconds. One that is expected to wait longer than
-    `beside_s` for slower tiers goes on beside the steps, for at most `beside_deadline_s`.
+    """The rules for loading hits. `choice` decides how many blocks are loaded; if it is None, all found blocks are. A
+    block has `block_bytes` bytes. A load takes at most `deadline_s` seconds. A load that is expected to wait longer
+    than `beside_s` seconds for slower tiers runs beside the engine's steps, for at most `beside_deadline_s` seconds.
     """
 
     choice: LoadChoice | None
@@ -74,9 +74,9 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """The part of the vLLM connector in the scheduler's process. It decides what to load and to store, and makes the
-    orders for the workers. `sessions` has one session for each rank's shard; a block counts as stored if every rank
-    has it. `on_answer` receives each answer that has ended.
+    """The part of the vLLM connector that runs in the scheduler's process. It decides which blocks to load and to
+    store, and makes the orders for the workers. `sessions` has one session for the shard of each rank; a block counts
+    as stored if every rank has stored it. `on_answer` is called with each answer that has ended.
     """
 
     def __init__(
@@ -104,14 +104,16 @@ class SchedulerSide:
         self._ended: list[str] = []
 
     def use_rule(self, skipped: Skipped) -> None:
-        """Set vLLM's rule of which tokens a group does not need (see `groups`). vLLM's managers, once made, give it."""
+        """Set `skipped`, vLLM's rule of how many leading tokens a group of layers does not need after some tokens. It
+        comes from vLLM's cache managers, which exist only later.
+        """
         if not self._groups.is_plain:
             self._group_orders = GroupOrders(self._groups, skipped)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens of `request` to load beyond the `computed_tokens` in vLLM's own prefix cache, because
-        loading is expected to be faster than computing; and True if they are loaded while the engine goes on with
-        other requests.
+        """Return two values about `request`. The first is the number of tokens to load beyond the `computed_tokens`
+        tokens in vLLM's own prefix cache, because loading is expected to be faster than computing. The second is True
+        if they are loaded while the engine goes on with other requests.
         """
         tracked = self._track(request)
         most = restorable_at_most(request.num_tokens, self._block_tokens)
@@ -152,8 +154,8 @@ class SchedulerSide:
         return max((local + chosen.blocks) * self._block_tokens - tracked.local_tokens, 0), tracked.is_beside
 
     def admitted(self, request: Any, external_tokens: int, tables: Sequence[Sequence[int]]) -> None:
-        """Note that vLLM gave `request` its pool blocks; `tables` are the block tables of its groups. The first step
-        loads `external_tokens` tokens into them, or a load beside the steps begins now.
+        """Note that vLLM gave `request` its pool blocks; `tables` are the block tables of its groups. The request's
+        first step loads `external_tokens` tokens into them, or a load beside the engine's steps begins now.
         """
         tracked = self._track(request)
         tracked.external_tokens = external_tokens

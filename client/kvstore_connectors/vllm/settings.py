@@ -63,8 +63,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
 
 
 def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
-    """Return a dataclass `record` made from the settings `given`, whose values are strings, flags and positive numbers.
-    `where` names their place in messages. Raises ValueError with a sentence that names the wrong key.
+    """Return an object of the dataclass `record`, made from the settings `given`, whose values are strings, flags and
+    positive numbers. `where` says in messages where the settings are written. Raises ValueError with a sentence that
+    names the wrong key.
     """
     known = {item.name: str(item.type) for item in fields(record)}
     for name, value in given.items():

@@ -33,8 +33,8 @@ _OTHER_INPUT = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec")
 
 
 def specs_in(spec: Any) -> list[Any]:
-    """Return the specifications in `spec`, a KV cache specification of vLLM: itself, or those for each layer that it
-    contains.
+    """Return the specifications in `spec`, a KV cache specification of vLLM. The list has `spec` itself, or the
+    specifications of the layers that it contains.
     """
     inside = getattr(spec, "kv_cache_specs", None)
     return list(inside.values()) if isinstance(inside, dict) else [spec]

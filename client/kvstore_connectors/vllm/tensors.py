@@ -58,8 +58,9 @@ _AXES = 4  # block, head, token, content
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The result of examining vLLM's KV caches. `device` is the CUDA device, as this process counts, to open the
-    session with, or None for host memory. `pages(session)` returns the pool that blocks are copied to and from.
+    """The result of examining vLLM's KV caches. `device` is the number of the CUDA device, as this process counts, with
+    which the session must be opened, or None for host memory. `pages(session)` returns the pool that blocks are copied
+    to and from.
     """
 
     device: int | None
@@ -148,9 +149,9 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
 
 
 class PagedLayers:
-    """The KV pool of an engine in host memory. `layers` are uint8[num_blocks, page_bytes] views of vLLM's tensors, of
-    one shape. If a block of the store takes several pool blocks, `slots` says for each of `layers` which of their
-    ids it uses, and one layer may come several times. It implements `Pages`.
+    """The KV pool of an engine in host memory. `layers` are uint8[num_blocks, page_bytes] views of vLLM's tensors, all
+    of one shape. If a block of the store covers several pool blocks, `slots` says for each of `layers` which of the
+    block's pool blocks it uses, and one layer may come several times. It implements `Pages`.
     """
 
     is_on_device = False
@@ -183,7 +184,9 @@ class PagedLayers:
             start += self._page_bytes
 
     def scatter(self, source: Bytes, block_id: Place, layer: int) -> None:
-        """Copy layer number `layer` of the payload `source` into the pool block `block_id`, if it exists."""
+        """Copy layer number `layer` of the payload `source` into the pool block `block_id`. Do nothing if there is no
+        such pool block.
+        """
         start, target = layer * self._page_bytes, self._id(block_id, layer)
         if target is not None:
             np.copyto(self._layers[layer][target], source[start : start + self._page_bytes])
@@ -210,8 +213,8 @@ class PagedLayers:
 
 
 class HostLoad:
-    """A load of blocks into a pool in host memory. The thread that calls `finish` copies; other threads wait for the
-    layer that they will read. It implements `PageLoad`.
+    """A load of blocks into a pool in host memory. The thread that calls `finish` makes the copies; other threads wait
+    for the layer that they will read. It implements `PageLoad`.
     """
 
     def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[Place]]]) -> None:
@@ -297,9 +300,9 @@ def _check_no_overlap(cache: CacheMemory, axes: Sequence[tuple[int, int]]) -> No
 
 
 class VllmDevicePages:
-    """The KV pool of an engine on a CUDA device. `device` is the session's, and `stream()` returns the address of the
-    CUstream that the calling thread computes on. `budget` is closed with the pool. It implements `Pages`. Raises
-    DeviceError.
+    """The KV pool of an engine on a CUDA device. `device` is the session's device. `stream()` returns the address of
+    the CUstream on which the calling thread computes. `budget` limits the rate of copies, and is closed with the pool.
+    It implements `Pages`. Raises DeviceError.
     """
 
     is_on_device = True
@@ -344,8 +347,8 @@ def _one(place: Place) -> int:
 
 
 class DeviceLoad:
-    """A load of blocks into a pool on a CUDA device. `stream()` returns the address of the CUstream that shall wait for
-    it. It implements `PageLoad`.
+    """A load of blocks into a pool on a CUDA device. `stream()` returns the address of the CUstream that must wait for
+    the load. It implements `PageLoad`.
     """
 
     def __init__(self, load: LayerLoad, stream: Callable[[], int]) -> None:

@@ -35,8 +35,8 @@ STEPS_LATER = 2  # on a device: the step before may still run; the same for all 
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Counts of loaded and failed blocks since the start, for the log. `load_s` is the time in seconds by which steps
-    were delayed; on a device it is an upper bound.
+    """Counts of loaded and failed blocks since the start, for the log. `load_s` is the number of seconds by which loads
+    delayed steps; on a device it is an upper bound.
     """
 
     loaded_blocks: int = 0
@@ -55,8 +55,8 @@ class _Ran:
 
 
 class VllmWorkerSide:
-    """The part of the vLLM connector in a worker's process, made when vLLM registers its KV memory. It carries out the
-    orders to load and to store blocks of `pages`. `saver` is None for an engine that only reads.
+    """The part of the vLLM connector in a worker's process. It carries out the orders to load and to store blocks of
+    `pages`, the pool that vLLM has registered. `saver` stores blocks; it is None for an engine that only reads.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class VllmWorkerSide:
         self._load = Load(self._session, self._pages, loads, say=self._say).start()
 
     def wait_layer(self, layer: int) -> None:
-        """Make the engine's further work run after layer number `layer` of this step's loads is restored. Blocks that
-        fail are kept for `take_failed`.
+        """Make the engine's further work wait until layer number `layer` of this step's loads is restored. The pool
+        blocks whose load failed are remembered for `take_failed`.
         """
         if self._load is not None:
             self._load.wait_layer(layer)
 
     def load_beside(self, orders: Sequence[LoadOrder]) -> None:
-        """Begin to restore blocks for requests that wait for them, beside the steps. `take_ended` names the requests
-        whose load has ended.
+        """Begin to restore the blocks in `orders` while the engine runs steps for other requests. `take_ended` names
+        the requests whose load has ended.
         """
         for _, of_request in groupby(orders, lambda order: order.request_id):
             with self._changed:
@@ -106,8 +106,8 @@ class VllmWorkerSide:
             Load(self._session, self._pages, list(of_request), say=self._say, on_end=self._beside_ended).start()
 
     def save(self, saves: Sequence[SaveOrder]) -> None:
-        """Hand the orders `saves` for blocks that this step filled to the saver, after the step's forward. Blocks that
-        rest on a failed load are left out.
+        """Pass `saves`, the orders to store blocks that this step filled, to the saver, after the step's forward pass.
+        Blocks that were computed from a failed load are left out.
         """
         load = self._end_load()
         now = self._pages.now()
@@ -135,16 +135,16 @@ class VllmWorkerSide:
         return {load.orders[0].request_id for load in ended}
 
     def take_failed(self) -> set[int]:
-        """Return the ids of pool blocks whose load failed since the last call. vLLM computes them, and the tokens
-        behind them, again.
+        """Return the ids of pool blocks whose load failed since the last call. vLLM computes these blocks, and the
+        tokens behind them, again.
         """
         self._end_load()
         failed, self._failed = self._failed, set()
         return {block for block in failed if isinstance(block, int)}
 
     def take_failed_requests(self) -> set[str]:
-        """Return the ids of requests whose load failed since the last call, for models in which vLLM takes all of a
-        load back. Call it after `take_ended`.
+        """Return the ids of requests whose load failed since the last call, for models in which vLLM recomputes a
+        failed load as a whole. Call it after `take_ended`.
         """
         failed, self._failed_requests = self._failed_requests, set()
         return failed
@@ -229,9 +229,9 @@ def open_worker(
 
 
 class Load:
-    """A load of the blocks in `orders`, in a thread that begins with `start`. The engine's thread makes the object, and
-    copies into pool blocks begin behind the work that it has begun by then. `on_end` is called in the load's thread,
-    at the end.
+    """A load of the blocks in `orders` into the pool, in a thread that begins with `start`. The copies wait for the
+    work that the engine had begun when this object was made, because that work may still use the pool blocks. The
+    engine's thread makes the object. `on_end` is called at the end, in the load's thread.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Load:
         return self
 
     def wait_layer(self, layer: int) -> None:
-        """Make the engine's further work run after layer number `layer` is in the pool, or return when the load has
+        """Make the engine's further work wait until layer number `layer` is in the pool, or until the load has
         failed.
         """
         started = time.perf_counter()

@@ -21,9 +21,9 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Consecutive chunks of vLLM's CPU tier in one KV cache group. `keys` are vLLM's keys of the chunks, and `rows`
-    their rows in the CPU tier. The chunks follow the chunk `before`, or begin a chain if it is None. `adapter` is
-    the digest of the adapter that they were computed with.
+    """Consecutive chunks (blocks of vLLM's CPU tier) in one KV cache group. `keys` are vLLM's keys of the chunks, and
+    `rows` their row numbers in the CPU tier. The chunks follow the chunk `before`; if that is None, they begin a chain.
+    `adapter` is the digest of the adapter with which they were computed.
     """
 
     group: int
@@ -59,14 +59,15 @@ def is_named_well(key: bytes) -> bool:
 
 def names(session: Session, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
     """Return the store's keys of the chunks with vLLM's `keys`, in the KV cache group `group`, computed with the
-    adapter `adapter`. Return None while there is no daemon, which has a part of the secret.
+    adapter `adapter`. Return None while there is no daemon, because the keys depend on a secret that the daemon hands
+    out.
     """
     secret = session.keys([0] * session.block_tokens, group=group)
     return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
 
 
 def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
-    """Return, for each KV cache group, the positions in `keys` of its chunks."""
+    """Return for each KV cache group the positions in `keys` at which the keys of its chunks are."""
     places: dict[int, list[int]] = defaultdict(list)
     for place, key in enumerate(keys):
         places[group_of(key)].append(place)
@@ -74,8 +75,8 @@ def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[ChunkRun]:
-    """Return one run of chunks for each KV cache group. `keys[i]` is loaded into row `rows[i]`. The order of `keys` is
-    kept, because vLLM asks first for the chunks that it needs first.
+    """Return one run of chunks for each KV cache group. The chunk `keys[i]` is to be loaded into row `rows[i]` of the
+    CPU tier. The order of `keys` is kept, because vLLM names the chunks first that it needs first.
     """
     return [
         ChunkRun(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
@@ -90,8 +91,9 @@ def runs_to_store(
     kinds: Mapping[int, GroupKind],
     adapter: str,
 ) -> list[ChunkRun]:
-    """Return the runs of chunks to store. `keys[i]` is in row `rows[i]`. `positions` has the end, in tokens, of each
-    chunk of the request as far as it is known, and `kinds` the kind of state of each KV cache group.
+    """Return the runs of consecutive chunks to store. The chunk `keys[i]` is in row `rows[i]` of the CPU tier.
+    `positions` has the position, in tokens, at which each chunk of the request ends, as far as it is known. `kinds` has
+    the kind of state of each KV cache group, and `adapter` is the digest of the adapter of the request.
     """
     runs = []
     row_of = dict(zip(keys, rows, strict=True))
@@ -112,8 +114,8 @@ def runs_to_store(
 
 
 def chain_of(positions: Mapping[bytes, int], group: int) -> list[bytes]:
-    """Return the chunks in `positions` that belong to the KV cache group `group`, in the order of the request's
-    tokens.
+    """Return the keys in `positions` (the chunks of a request, with the token at which each ends) that belong to the KV
+    cache group `group`, in the order of the request's tokens.
     """
     return sorted((key for key in positions if group_of(key) == group), key=positions.__getitem__)
 

@@ -103,10 +103,8 @@ def engine_name(
 
 def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerprint:
     """Return the fingerprint of the tier for the engine `name`. `config` is vLLM's OffloadingConfig, and `row_bytes`
-    the size of a row of its CPU tier.
-
-    Every group is "full" to the daemon, which then gives the leading blocks of just the requested chunks: vLLM itself
-    decides which chunks of a window or a recurrent state it needs.
+    the size of a row of its CPU tier. Every group is of the kind "full" to the daemon, which then returns the leading
+    blocks of exactly the requested chunks. vLLM itself decides which chunks of a window or a recurrent state it needs.
     """
     parallel = config.parallel
     layout = {

@@ -42,7 +42,7 @@ KEPT = frozenset({STORED, PRESENT})
 @dataclass(frozen=True, slots=True)
 class EndedJob:
     """A load or store job of vLLM that has ended. `outcomes` has a word for each chunk, such as "loaded" or "stored",
-    and `seconds` is the time from start to end.
+    and `seconds` is the time from the job's start to its end.
     """
 
     job_id: int
@@ -64,9 +64,9 @@ class _Job:
 
 
 class Jobs:
-    """The load and store jobs that vLLM has submitted, and the threads that carry them out. `load` and `store` move one
-    part, of at most `part_chunks` chunks, and return the outcome of each chunk. At most `most_waiting_chunks` chunks
-    wait to be stored. `say` gets each kind of trouble once.
+    """The load and store jobs that vLLM has submitted, and the threads that carry them out. `load` and `store` are
+    functions that move one part of a job, at most `part_chunks` chunks, and return the outcome of each chunk. At most
+    `most_waiting_chunks` chunks wait to be stored. `say` is called once for each kind of trouble.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Jobs:
             self._ended.append(EndedJob(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
 
     def notify(self, work: Callable[[], object]) -> None:
-        """Call `work`, a short call to the daemon, behind the stores that wait now. It is dropped if many such calls
-        wait, and its errors are only logged.
+        """Call `work`, a short call to the daemon, once the stores that wait now are done. It is dropped if many such
+        calls wait, and its errors are only logged.
         """
         with self._changed:
             if self._gives_up or self._notices >= _MOST_NOTICES:
@@ -212,9 +212,8 @@ def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) ->
 
 def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
     """Copy the chunks of `run` from the store into their rows of `memory`, uint8[rows, row_bytes]. Return the outcome
-    of each chunk: "loaded", or why it is not in its row, whose bytes are then undefined.
-
-    The first missing chunk ends the run, because vLLM computes from there on.
+    of each chunk: "loaded", or the reason why it was not loaded; the bytes of its row are then undefined. The first
+    missing chunk ends the load, because vLLM computes everything behind it.
     """
     outcomes = ["missing"] * len(run)
     keys = names(session, run.keys, run.group, run.adapter)

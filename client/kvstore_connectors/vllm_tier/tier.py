@@ -116,8 +116,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
     # What the connector says
 
     def describe(self, req_id: str, adapter: str | None) -> None:
-        """Set the digest of the adapter of the request `req_id`, before `on_new_request`: "" for none. None means that
-        its chunks depend on something that cannot be named, so none is loaded or stored.
+        """Set the digest of the adapter of the request `req_id`, before `on_new_request`: "" for no adapter. With None
+        the request's chunks depend on something that cannot be named, so none is loaded or stored.
         """
         self._described[req_id] = adapter
 
@@ -140,7 +140,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Report the end of a request to the daemon, with its hints and the chunks used without being read here."""
+        """Report the end of a request to the daemon, with its hints and the chunks that vLLM itself still had."""
         self._lookups.cleanup(req_context.req_id)
         request = self._request(req_context)
         if request.adapter is None or not self._is_used():

@@ -41,8 +41,9 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
-    """Read the part of the trace that `arguments` choose. Return it, and the number of the first request that counts.
-    Options of the part and `--model` are checked. Raises OSError, or ValueError (TraceError) with one line.
+    """Read the part of a trace that `arguments` choose. Return that part, and the number of the first request to count
+    in results. The options that choose the part and `--model` are checked. Raises OSError, or ValueError (TraceError)
+    with one line.
     """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.hit_value import models

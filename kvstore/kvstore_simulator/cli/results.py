@@ -20,10 +20,8 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of a study of `trace` with the compute of `model`: `facts` and `rows` for machines, `text` and `page`
-    for people.
-
-    `note`: text that is no row, printed beside --csv.
+    """The results of a study of `trace` with the model size `model`: `facts` and `rows` for machines, `text` and an
+    HTML `page` for people. `note` is text that no row has, printed beside --csv.
     """
 
     trace: Trace
@@ -36,8 +34,9 @@ class Results:
 
 
 def carry_out(arguments: argparse.Namespace, find: Callable[[Advance], Results]) -> int:
-    """Call `find`, print its results in the form that `arguments` choose, and write the page if one is wanted. Return
-    the exit status. Raises BrokenPipeError, and OSError with the file that could not be written.
+    """Call `find`, which runs a study, and print its results in the form that `arguments` choose. Write the HTML page
+    if the user wants one. Return the exit status. Raises BrokenPipeError, and OSError with the file that could not be
+    written.
     """
     from kvstore_console.progress import Progress
 

@@ -81,8 +81,8 @@ def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
-    """Run the study that `arguments` describe, on one node, and return its results. `policies` reads the options shared
-    with mode replay, and `advance` gets the progress.
+    """Run the timing study of one node that `arguments` describe, and return its results. `policies` reads the options
+    that the mode "replay" has too, and `advance` is called with the progress.
     """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.timing_report import report, timing_page
@@ -109,8 +109,8 @@ def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) ->
 
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
-    """Return the study of one node that `arguments` describe. `policies` reads the options shared with mode replay.
-    Raises OSError, or ValueError (TraceError) with one line.
+    """Return the timing study of one node that `arguments` describe, not yet run. `policies` reads the options that the
+    mode "replay" has too. Raises OSError, or ValueError (TraceError) with one line.
     """
     from kvstore_simulator.hit_value import models
     from kvstore_simulator.machine import GPU, load_machine
@@ -244,7 +244,7 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
 
 def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
     """Run the study of several nodes that `arguments` describe, and return its results. `policies` reads the options
-    shared with mode replay, and `advance` gets the progress.
+    that the mode "replay" has too, and `advance` is called with the progress.
     """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.report import fleet_table

@@ -26,10 +26,8 @@ _SLACK_ENTRIES = 4096
 
 
 def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return, for each block access of `trace`, the number of the next request that looks the block up, or the number
-    of requests if no request does.
-
-    A PUT, which only stores, is no use.
+    """Return for each block access of `trace` the number of the next request that looks the same block up, or the
+    number of all requests if no later request does. A PUT does not count as a use, because it only stores.
     """
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     counts = (trace.ops != Op.PUT)[request_of]
@@ -48,7 +46,7 @@ def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
 
 class Clairvoyant(EvictionPolicy):
     """A policy that knows the future: it evicts the block whose next use is farthest away (Belady's MIN, for chains).
-    `foresee` is called with the next uses of a request's rows before anything is evicted.
+    `foresee` is called with the next uses of the blocks of a request before anything is evicted.
     """
 
     name = "clairvoyant"
@@ -91,8 +89,8 @@ class Clairvoyant(EvictionPolicy):
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """Return the row to evict. Rows of a replay are never pinned, and by urgency children come before parents, so
-        the top row may always be evicted.
+        """Return the row number of the block to evict. No block is pinned in a replay, and of two blocks with the same
+        next use the child is evicted before its parent, so the first block in the order may always be evicted.
         """
         heap, urgency = self._heap, self._urgency
         while heap:

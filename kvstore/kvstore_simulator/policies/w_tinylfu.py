@@ -99,8 +99,9 @@ class WTinyLfu(Discipline):
             self.queues.move(self._arrived, tenant, _TRIAL)
 
     def entrance(self, row: int, tenant: int) -> int:
-        """Return the window, the queue that each new row enters. A row that drops out of it moves to the main part, or
-        competes with its oldest row.
+        """Return the number of the queue that every new block enters, which is the window; `row` is the block's row
+        number. If the window of `tenant` is too long, its oldest blocks are moved first: to the main queues, or to a
+        comparison with the oldest block there.
         """
         window = self.queues.of[tenant][_WINDOW]
         while window and self._is_window_full(tenant):
