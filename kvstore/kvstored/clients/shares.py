@@ -15,9 +15,8 @@ from kvstored.store.retention import Retention
 
 
 class TenantShares:
-    """A component that gives the policies each tenant's share of a tier, and gives `retention` the default terms of
-    tenants' new blocks. `policies` has one policy for each tier.
-    """
+    """A component that applies tenants' settings: it gives each policy in `policies` (one for each tier) the tenants'
+    shares of that tier, and gives `retention` the default terms (time to live, priority) of tenants' new blocks."""
 
     def __init__(
         self, tenants: TenantDirectory, residency: Residency, policies: Sequence[EvictionPolicy], retention: Retention

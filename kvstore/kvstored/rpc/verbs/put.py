@@ -209,7 +209,7 @@ class PutVerb:
         )
 
     def undo(self, session: ClientSession, reply: pb.ReserveSlotsReply) -> None:
-        """Free the reserved slots in `reply`, which could not be sent."""
+        """Free the reserved slots that `reply` names, since it could not be sent to the client of `session`."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:

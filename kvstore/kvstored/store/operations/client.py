@@ -65,7 +65,8 @@ class Client:
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
-        """Return why the block `key` of this client's tenant cannot be read. `residency` is the block index."""
+        """Return why the block `key` of this client's tenant cannot be read, as far as the block index `residency`
+        knows."""
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:
@@ -76,6 +77,5 @@ class Client:
         return group is not None and not group.window_blocks(self.fingerprint.block_tokens)
 
     def put_ended(self) -> None:
-        """Do the client's work at the end of a put: from now on the put reads none of the client's memory. Here that is
-        nothing.
-        """
+        """Note that a put of this client has ended: it reads none of the client's memory any more. This class does
+        nothing."""

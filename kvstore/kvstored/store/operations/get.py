@@ -41,8 +41,8 @@ class Gets:
         self._wait_ms = store.config.movement.acquire_wait_ms
 
     def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
-        """Lease the requested blocks without waiting. Return None when a block must first be promoted, verified or
-        asked for."""
+        """Lease the requested blocks to `client` without waiting. Return None when a block must first be promoted or
+        verified, or a remote tier be asked for one."""
         resident = rows = self._run(client, asked)
         mask, readable = self._residency.rows.mask, self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
@@ -81,8 +81,7 @@ class Gets:
         """Serve a get in parts. Yield an Outlook first, then a GrantedRun for each run of blocks that becomes readable,
         and at last an Acquired that says why the chain ends. Blocks left when the caller stops or the time is up are
         unpinned. The first `held` blocks are in the engine's own memory: their access is counted, and they are not
-        loaded. Policies are notified at the end: before the blocks are mapped, they would see a request for the mapped
-        ones alone."""
+        loaded. Policies are notified of the request at the end, when its blocks are mapped."""
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
@@ -276,7 +275,7 @@ class Gets:
 class Loading:
     """The blocks of one get while they are copied to a tier that its client reads in place, pinned until `lease` or
     `close`. A position is a block's place in the chain. "Mapped" here means: in one of the tiers `readable`. `rows` are
-    the blocks' rows as found; `sources` maps a position to the tier that the block is copied from."""
+    the blocks' rows in the block table; `sources` maps a position to the tier from which its block is copied."""
 
     def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
         self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
@@ -323,8 +322,8 @@ class Loading:
         return len(rows)
 
     def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. The caller
-        waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
+        """Start to promote those blocks at `positions` that are not mapped, in this order; `wait` reports all of them.
+        The caller waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -347,9 +346,9 @@ class Loading:
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Wait for blocks; return the ascending positions of blocks that are mapped now and were not reported before.
-        It returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
-        monotonic time `until_ns` has passed, or when the promotions failed."""
+        """Wait for blocks, and return the ascending positions of blocks that are mapped now and were not reported
+        before. It returns when the first one has come or, with `for_all`, when all promotions have ended. The list is
+        empty when the monotonic time `until_ns` has passed, or when the promotions failed."""
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()
@@ -373,9 +372,8 @@ class Loading:
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """End the wait: give up promotions under way and remove the pins that no lease has. A second call
-        does nothing.
-        """
+        """End the get: stop waiting for promotions under way, and unpin the blocks that are not leased. A second call
+        does nothing."""
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():

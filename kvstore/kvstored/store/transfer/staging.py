@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """The data to be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer` if it has memory of its
-    own; without an image, the source's copy is stored as it is.
-    """
+    """A block in the form in which it will be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer`
+    if it has memory of its own; without an image, the source's copy is stored as it is."""
 
     slot_bytes: int
     image: Segment | None = None
@@ -42,9 +41,8 @@ class StagedImage:
 
 
 class CodecStaging:
-    """The encoding of blocks for a tier with the codec of `coding`, which is not "none". The copy threads of `host` do
-    the work.
-    """
+    """A component that encodes blocks for a tier with the codec of `coding`, which is not "none", before they get a
+    slot there. The copy threads of `host` do the work."""
 
     def __init__(self, coding: Coding, host: HostTier, completions: CompletionQueue, counters: Counters) -> None:
         codec = codec_named(coding.codec)
@@ -81,7 +79,7 @@ class CodecStaging:
         return StagedImage(staged.slot_bytes, staged.image, buffer)
 
     def release(self, staged: StagedImage) -> None:
-        """Free the memory of `staged`. Nothing may read it any more."""
+        """Free the memory of `staged`. The caller ensures that nothing reads it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 

@@ -27,10 +27,10 @@ _KEPT: tuple[str, ...] = CHAIN.names or ()
 
 
 class ChainTable:
-    """A table of chains, one slot for each, in columns. `tail` is the row of the chain's deepest block that is in the
-    tier and may be evicted, or -1. `blocked` is 1 when that block turned out not to be evictable. `live` is 1 while a
-    next request of the chain is expected; once another chain continues it, it is 0.
-    """
+    """A table of the chains that the policy chain-hazard knows, in columns with one entry for each chain number. `tail`
+    is the row of the chain's deepest block that is in the tier and may be evicted, or -1. `blocked` is 1 when that
+    block turned out not to be evictable. `live` is 1 while a next request of the chain is expected; once another chain
+    continues it, it is 0."""
 
     def __init__(self) -> None:
         self.tail = array("i")
@@ -61,7 +61,7 @@ class ChainTable:
         )  # fmt: skip
 
     def take(self) -> int:
-        """Return the number of a free slot for a new chain. The caller sets every column."""
+        """Return a free number for a new chain. The caller sets the chain's entry in every column."""
         if self._free:
             slot = self._free.pop()
             self._is_free[slot] = 0
@@ -79,7 +79,7 @@ class ChainTable:
             flags.extend(bytes(more))
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield the state of every slot (dtype CHAIN) in steps, without the due times of queued requests."""
+        """Yield the columns of all chains to save (dtype CHAIN) in steps, without the due times of queued requests."""
         for first in range(0, self.slots, _STEP):
             last = min(first + _STEP, self.slots)
             found = np.empty(last - first, CHAIN)
@@ -88,7 +88,7 @@ class ChainTable:
             yield found
 
     def restore(self, chains: npt.NDArray[np.void]) -> None:
-        """Fill the empty table with `chains` (dtype CHAIN), in slots from 0 on. No chain has a row yet."""
+        """Fill the empty table with the saved `chains` (dtype CHAIN), numbered from 0. No chain has a row yet."""
         self._grow(len(chains))
         self.slots = len(chains)
         for name in _KEPT:
@@ -100,7 +100,7 @@ class ChainTable:
         return self.slots - len(self._free)
 
     def free_unmarked(self, first: int, last: int) -> None:
-        """Free the slots from `first` up to `last` (excluded) that are not marked as in use."""
+        """Free the chains with numbers from `first` up to `last` (excluded) that are not marked as in use."""
         last = min(last, self.slots)
         marks, is_free = (np.frombuffer(flags, np.uint8) for flags in (self.marks, self._is_free))
         free = first + np.flatnonzero((marks[first:last] | is_free[first:last]) == 0)
@@ -110,14 +110,14 @@ class ChainTable:
         self._free += free[::-1].tolist()
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return those slots of `live` whose chain has a block in the tier, so that its rank will be needed."""
+        """Return the chains among the numbers `live` that have a block in the tier, so that their ranks will be
+        needed."""
         return live[self.ints(self.tail)[live] >= 0]
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
         """Return the rate (uses a second) that a queued request adds to the block of `chain` at `depth`: one use,
-        divided by the time until it is due. Return 0 when none is queued or it does not reach that deep. A request that
-        is 30 s late is dropped.
-        """
+        divided by the seconds until it is due. Return 0 when no request is queued or the request does not reach
+        `depth`. A request that is 30 s late is dropped."""
         due_s = self.due_s[chain]
         if due_s and now_s >= due_s + _LATE_S:
             due_s = self.due_s[chain] = 0.0
@@ -126,7 +126,8 @@ class ChainTable:
         return 1.0 / max(due_s - now_s, 1.0)
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
-        """Return an int32 view of the slots in use of `column`. Drop it before the next `take`."""
+        """Return an int32 view of `column`, up to the highest chain number that was ever used. Drop it before the next
+        `take`."""
         return np.frombuffer(column, np.int32)[: self.slots]
 
     def floats(self, column: array[float]) -> npt.NDArray[np.float64]:
@@ -145,11 +146,10 @@ _FEW = 24  # rows, for which arrays do not pay
 
 
 class SharedTouches:
-    """A count, for each row, of uses by other chains than the block's own.
+    """A count, for each row, of uses of its block by other chains than the one that owns it (touches).
 
-    `count` has the touches, decayed as of the time `as_of_s`, by row. `span_s` is the divisor that turns a decayed
-    count into a rate.
-    """
+    `count` has the touches of each row, decayed to the time `as_of_s`. `span_s` is the number of seconds by which a
+    decayed count is divided to get a rate."""
 
     def __init__(self) -> None:
         self.count = array("d")
@@ -162,14 +162,14 @@ class SharedTouches:
         self.as_of_s.frombytes(bytes(8 * more))
 
     def rate(self, row: int, now_s: float) -> float:
-        """Return how many times a second others than its own chain use the block at `row`, as of `now_s`."""
+        """Return how many times a second other chains than its own use the block at `row`, as of `now_s`."""
         touches = self.count[row]
         if not touches:
             return 0.0
         return touches * math.exp((self.as_of_s[row] - now_s) / TAU_S) / self.span_s
 
     def add(self, rows: Sequence[int], now_s: float) -> None:
-        """Count one more touch, at `now_s`, of each of `rows`."""
+        """Count one more use by another chain, at `now_s`, of each of `rows`."""
         if len(rows) <= _FEW:
             for row in rows:
                 left = self.count[row] * math.exp((self.as_of_s[row] - now_s) / TAU_S)
@@ -181,7 +181,8 @@ class SharedTouches:
         since[at] = now_s
 
     def widen_span(self, now_s: float) -> None:
-        """Let `span_s` follow `now_s`. In the first minutes of counting it is shorter than the decay time `TAU_S`."""
+        """Update `span_s`, the divisor for rates, at `now_s`. In the first minutes of counting it grows up to the decay
+        time `TAU_S`."""
         if self.span_s >= _SPAN_FULL_S:
             return
         if math.isnan(self.began_s):
