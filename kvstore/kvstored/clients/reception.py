@@ -105,7 +105,7 @@ class Reception:
         return self._streams.open(session)
 
     def farewell(self, session: ClientSession) -> None:
-        """End `session`, whose client has gone."""
+        """End the session `session`, whose client has closed its connection."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
 

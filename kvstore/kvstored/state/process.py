@@ -78,11 +78,11 @@ class StateProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, or -1 when there is no process."""
+        """The process id of the process that has the state file open, or -1 when there is no such process."""
         return self._process.pid if self._process is not None else -1
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
+        """Start the process that has the state file open, without waiting for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

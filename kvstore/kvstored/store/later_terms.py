@@ -178,7 +178,7 @@ class LaterTerms:
 
     @property
     def is_any(self) -> bool:
-        """True when any block has terms that are not in its header."""
+        """True when the terms (expiry, priority, pins) of any block are not all in the block's header."""
         column = self._residency.rows.optional.view("later_terms")
         return column is not None and bool(column.any())
 

@@ -82,7 +82,7 @@ class LeaseTable:
 
     @property
     def live(self) -> int:
-        """The number of leases that have not expired."""
+        """The number of leases in this table that have not expired."""
         return len(self._due)
 
     def count(self, session_id: int) -> int:

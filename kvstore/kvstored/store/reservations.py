@@ -100,7 +100,7 @@ class Reservations:
             self._end(reservation)
 
     def end_session(self, session_id: int) -> None:
-        """End all reservations of a client that is gone and writes no more."""
+        """End all reservations of slots of the client of session `session_id`, which is gone and writes no more."""
         for reservation in self._of(session_id):
             self._end(reservation)
 

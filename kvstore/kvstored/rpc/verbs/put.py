@@ -58,9 +58,8 @@ class PutVerb:
         self._default_mode = store.config.durability.mode  # of tenants that have none of their own
 
     async def lend(self, session: ClientSession) -> pb.LendReply:
-        """Lend the client its staging memory under a new number, after all puts that read it have ended. The loan is 0
-        for a client without staging.
-        """
+        """Lend the client of `session` its staging memory (from which it puts blocks) under a new number, after all
+        puts that read the memory have ended. The number is 0 for a client without staging memory."""
         if session.staging is None:
             return pb.LendReply()
         session.loan += 1  # first, so that nothing new begins under the old one

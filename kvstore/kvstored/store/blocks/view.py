@@ -90,7 +90,7 @@ class ResidencyView:
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
         """Return the rows of the leading blocks of `packed_keys` (16 bytes each) that are readable, up to the first
-        that is not. 64 keys take a few microseconds."""
+        that is not."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
@@ -201,8 +201,8 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_held(self, row: int) -> bool:
-        """Return whether the copies of the block at `row` must stay in their slots: it is leased, or being copied. A
-        pin of an owner keeps the copies in their tiers, not in their slots."""
+        """Return whether the copies of the block at `row` must stay in their slots, because it is leased or being
+        copied. A pin of an owner keeps the copies in their tiers, not in their slots."""
         return self.pins.get(row, 0) > bool(self.pinned_by(row))
 
     def is_evictable(self, row: int, tier: int) -> bool:
@@ -262,8 +262,8 @@ class ResidencyView:
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Return how many blocks follow the block at `row` directly in chains; with `tier`, only those with a copy
-        there."""
+        """Return how many blocks directly follow the block at `row` in chains; with `tier`, only those with a copy in
+        `tier`."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is

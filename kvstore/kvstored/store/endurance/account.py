@@ -190,7 +190,7 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Give back `nbytes` that `tenant` was charged, since they were not written."""
+        """Give back to the budget `nbytes` that `tenant` was charged, since they were not written."""
         self.refund_unasked(nbytes)
         if self._budget is not None:
             self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())

@@ -246,7 +246,8 @@ class PrefetchCredit:
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Return whether the time in which the prefetched block `held` should have been used is over."""
+        """Return whether the time until which the prefetched block `held` of `tenant` should have been used is over at
+        `now_s`."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:

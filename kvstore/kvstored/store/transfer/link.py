@@ -131,7 +131,7 @@ class TierLink:
 
 
 class Unmoved(Enum):
-    """The reason why no transfer of a block began; it is returned instead of an outcome."""
+    """The reason why the copying of a block to another tier did not begin; it is returned instead of an outcome."""
 
     NO_ROOM = "no room"
     IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
@@ -175,12 +175,14 @@ class BlockMove:
             self.link.mover.raise_priority(self.link.lane.name, self.ticket, priority, due_ns)
 
     def cancel(self) -> None:
-        """End the move as cancelled if its transfer waits in the lane; a transfer in flight ends by itself."""
+        """End the copying of this block as cancelled if it waits in the lane's queue; a copy that has begun ends by
+        itself."""
         if self.ticket:
             self.link.mover.cancel(self.link.lane.name, self.ticket)
 
     def give_up(self) -> None:
-        """Note that one caller no longer waits. When no caller is left, the move is cancelled if it is still queued."""
+        """Note that one caller no longer waits for this move. When no caller is left, the move is cancelled if it is
+        still queued."""
         self.waiters -= 1
         if not self.waiters:
             self.cancel()

@@ -62,7 +62,7 @@ class Mover:
             self._look_again(lane)
 
     def close(self) -> None:
-        """End all queued transfers as cancelled; transfers in flight still complete."""
+        """End all queued transfers of all lanes as cancelled; transfers that have begun still complete."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -45,7 +45,7 @@ class TokenBucket:
             self._level_bytes -= nbytes
 
     def ready_at_ns(self, now_ns: int) -> int:
-        """Return when the bucket is out of debt, in monotonic ns; `now_ns` if it is now."""
+        """Return when (monotonic ns) the bucket has bytes to spend again; `now_ns` if it has some now."""
         if self.ready(now_ns) or self._bytes_per_s is None:
             return now_ns
         return now_ns + math.floor(-self._level_bytes * NS_PER_S / self._bytes_per_s) + 1
@@ -156,9 +156,8 @@ class DemandPauses:
         self._ended_ns = now_ns
 
     def prefetch_from_ns(self, in_flight_bytes: int, now_ns: int) -> int:
-        """Return the time (ns) from which `in_flight_bytes` of prefetch may be in flight, if no demand comes before. A
-        time up to `now_ns` means at once.
-        """
+        """Return the time (monotonic ns) from which `in_flight_bytes` of prefetched blocks may be in flight, if no
+        request's copy is queued before. A time up to `now_ns` means at once."""
         if self._ended_ns is None:
             return now_ns
         if in_flight_bytes <= HARMLESS_SHARE * self._mean_burst_bytes:

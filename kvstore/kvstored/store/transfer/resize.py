@@ -100,7 +100,8 @@ class TierResize:
 
 
 class SlabsBack:
-    """The deletion of empty slabs (files of NVMe), which gives their space back to the file system."""
+    """A component that deletes empty slabs (files of the NVMe tier), which gives their space back to the file
+    system."""
 
     def __init__(self, nvme: NvmeTier, completions: CompletionQueue) -> None:
         self._nvme = nvme

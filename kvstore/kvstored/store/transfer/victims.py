@@ -131,8 +131,7 @@ class Victims:
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Announce to the policy that `tenant` is about to store the blocks `keys`, which continue the block at row
-        `parent`.
-        """
+        `parent` of the block index."""
         if isinstance(self.policy, Learns):
             self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 

@@ -304,7 +304,7 @@ class ChainBook:
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
 
     def is_promised(self, chain: int) -> bool:
-        """Return whether blocks that the last request of `chain` missed may still be stored."""
+        """Return whether missing blocks that the last request of `chain` wanted may still be stored for it."""
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
     def promised_owner(self, key: bytes, tenant: int) -> int:

@@ -84,8 +84,8 @@ class ChainGhost:
             del touched[next(iter(touched))]
 
     def remember_run(self, keys: Sequence[bytes | None], chain: int, fans: Sequence[int]) -> None:
-        """Remember that the removed blocks `keys` belong to `chain`, each with the fan-out in `fans` at the same
-        position. A key that is None is left out."""
+        """Remember that the removed blocks `keys` belong to `chain`. `fans` has at the same position how many different
+        blocks follow each of them. A key that is None is left out."""
         shards, most, packed = self.shards, self.limit // SHARDS, chain << FAN_BITS
         for key, fan in zip(keys, fans, strict=True):
             if key is None:

@@ -49,7 +49,7 @@ class LruGuard:
         ]  # fmt: skip
 
     def shadow(self) -> list[tuple[int, bytes]]:
-        """Return the tenant and key of each sampled block that LRU would hold, the next to evict first."""
+        """Return the tenant and key of each sampled block that LRU would have in the tier, the next to evict first."""
         return list(self._held)
 
     def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:
