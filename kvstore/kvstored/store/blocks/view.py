@@ -114,8 +114,8 @@ class ResidencyView:
         return [readable.get(key, -1) for key in keys]
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Return an array with one entry for each of `keys` (dtype V16): the row of its readable block, or -1. Use it
-        for many keys: a million take 0.3 s."""
+        """Return an array with the row of the readable block, or -1, for each of `keys` (dtype V16). A million take 0.3
+        s."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
         if index.bulk is not None:
@@ -252,8 +252,8 @@ class ResidencyView:
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return how many children (next blocks of chains) need the block at `row`; with `tier`, only children
-        there."""
+        """Return how many children (next blocks of chains) need the block at `row`; with `tier`, only those in
+        `tier`."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 

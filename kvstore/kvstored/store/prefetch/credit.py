@@ -246,7 +246,7 @@ class PrefetchCredit:
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Return whether the time until which the prefetched block `held` of `tenant` should have been used is over at
+        """Return whether the time in which the prefetched block `held` of `tenant` should have been used is over at
         `now_s`."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
