@@ -89,8 +89,8 @@ class ResidencyView:
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return the rows of the leading blocks of `packed_keys` (16 bytes each) that are readable, up to the first
-        that is not."""
+        """Return the rows of the leading blocks of `packed_keys`, 16 bytes each, up to the first that is not
+        readable."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
@@ -343,8 +343,8 @@ class ResidencyView:
         return self.expires_s(row), self.priority(row), self.pinned_by(row)
 
     def reset_facts(self, row: int) -> None:
-        """Set the optional columns of `row` (expiry, priority and others) to their defaults, since its block is gone.
-        The row may remain as a placeholder."""
+        """Set the optional columns of `row` to their defaults, since its block is gone. The row may stay as a
+        placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
         if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
