@@ -15,9 +15,8 @@ Ended = TypeVar("Ended")
 
 
 class CompletionQueue:
-    """A queue by which other threads run functions on the event loop, in order. Call `to_loop` on the loop; any thread
-    may call the function that it returns.
-    """
+    """A queue through which other threads have functions run on the event loop, in order. Call `to_loop` on the loop;
+    any thread may call the function that it returns."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -27,9 +26,8 @@ class CompletionQueue:
         self.outstanding = 0
 
     def to_loop(self, handler: Callable[[Ended], None]) -> Callable[[Ended], None]:
-        """Return a function for other threads, to be called once; its argument is then passed to `handler` on
-        the loop.
-        """
+        """Return a function that any thread may call once, with one argument. The event loop then calls `handler` with
+        that argument."""
         self.outstanding += 1
 
         def post(outcome: Ended) -> None:
@@ -41,9 +39,8 @@ class CompletionQueue:
         return post
 
     def outcome_of(self, start: Callable[[Callable[[Ended], None]], object]) -> asyncio.Future[Ended]:
-        """Call `start` with a completion function, which any thread may call. Return a future that resolves to its
-        argument. Raises the errors of `start`.
-        """
+        """Call `start` with a completion function, which any thread may call once with a result. Return a future for
+        that result. Raises the errors of `start`."""
         ended: asyncio.Future[Any] = self._loop.create_future()
 
         def settle(outcome: Any) -> None:

@@ -85,10 +85,9 @@ class StartupError(Exception):
 
 
 class Daemon:
-    """The daemon of one node, with all its parts. `on_shutdown` is called when an operator asks it to stop. `read`
-    reads the configuration again. `new_secret`: blocks that the secret does not reach are dropped. `discard_old`: what
-    an older version wrote and this one cannot read is removed.
-    """
+    """The daemon of one node, with all its parts. `on_shutdown` is called when an operator asks it to stop, and `read`
+    reads the configuration again. With `new_secret`, stored blocks whose keys cannot be made from the secret are
+    dropped. With `discard_old`, files that an older version wrote and this one cannot read are removed."""
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ async def settle(store: Store, put: Puts) -> None:
 def make_services(
     storage: NodeStorage, memory: NodeMemory, phase: Phase, files: SocketFiles, stack: AsyncExitStack
 ) -> Services:
-    """Return the parts between the store and the sockets. `stack` closes them."""
+    """Return the parts of the daemon between the store in `storage` and the sockets. `stack` closes them."""
     store, tenants, former = storage.store, storage.tenants, storage.former
     config, clock, limits = store.config, store.clock, store.config.limits
     deletions = DeletionLog(clock)
@@ -271,9 +270,8 @@ def _host_sizer(store: Store, stack: AsyncExitStack) -> HostSizer:
 def make_control(
     services: Services, storage: NodeStorage, read: Callable[[], Config], stack: AsyncExitStack
 ) -> Control:
-    """Return the parts that change with the configuration while the daemon serves, and the health service. Raises
-    ConfigError.
-    """
+    """Return the parts that change with the configuration while the daemon serves, and the health service. `read` reads
+    the configuration. Raises ConfigError."""
     store, tenants, config = storage.store, storage.tenants, storage.store.config
     resizes = {store.host.info.name: services.host_resize}
     if store.nvme is not None:

@@ -30,10 +30,9 @@ def run_daemon(
 ) -> int:
     """Run the daemon until SIGTERM, SIGINT or a shutdown request, and return the exit status.
 
-    `read` reads the configuration again. `early_scan` is a scan of the NVMe directory that has begun, if any.
-    `new_secret`: drop blocks that the secret does not reach. `discard_old`: remove what an older version wrote and this
-    one cannot read. Raises StartupError and ConfigError.
-    """
+    `read` reads the configuration again. `early_scan` is a scan of the NVMe directory that has begun, or None. With
+    `new_secret`, stored blocks whose keys cannot be made from the secret are dropped. With `discard_old`, files that an
+    older version wrote and this one cannot read are removed. Raises StartupError and ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     raise_descriptor_limit()

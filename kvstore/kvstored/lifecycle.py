@@ -46,7 +46,8 @@ _NEXT: tuple[CopyState | None, ...] = tuple(
 
 
 def advance(state: int, step: Step) -> CopyState:
-    """Return the state of a block's copy after `step`. Raises RuntimeError if that step is not possible in `state`."""
+    """Return the state that a block's copy has after `step`, if it was in `state`. Raises RuntimeError if that step is
+    not possible in `state`."""
     after = _NEXT[state << _STEP_BITS | step]
     if after is None:
         raise RuntimeError(f"illegal transition of a block copy: {step.name} while {CopyState(state).name}")

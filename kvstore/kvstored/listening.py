@@ -60,7 +60,8 @@ NAMES_S = 5.0  # to read saved names in, at the start; less than kvctl waits for
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that serve clients and look after the store, before they are reachable through sockets."""
+    """The parts of the daemon that serve clients and look after the store. `listen` makes them reachable through
+    sockets."""
 
     phase: Phase
     views: Views
@@ -81,7 +82,8 @@ class Services:
 
 @dataclass(frozen=True)
 class Control:
-    """The parts that change while the daemon serves: the configuration's reload, tokens, certificates, and health."""
+    """The parts of the daemon that change while it serves: the configuration's reload, tokens, certificates, and the
+    health service."""
 
     reload: Reload
     tokens: Tokens | None
@@ -92,9 +94,8 @@ class Control:
 async def listen(
     services: Services, control: Control, lifetime: Lifetime, files: SocketFiles, stack: AsyncExitStack
 ) -> None:
-    """Bind all sockets, and serve `services` and `control` there until `stack` ends that. `files` binds a socket again
-    whose file was removed.
-    """
+    """Bind all sockets of the daemon, and serve `services` and `control` on them until `stack` ends that. `files` binds
+    a socket again if its file is removed."""
     handshake, store = services.handshake, services.views.parts.store
     config, limits, group = store.config, store.config.limits, store.config.daemon.socket_group
     names = ("handshake", "admin", "data", *(("unary",) if config.unary.enabled else ()))

@@ -66,9 +66,8 @@ def file_identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def end_without_order(limit_s: float) -> None:
-    """End this process at once, since its stop has taken `limit_s` seconds. It is called from a thread, because the
-    event loop may hang.
-    """
+    """End this process at once, since its orderly stop has taken `limit_s` seconds. It is called from a thread, because
+    the event loop may hang."""
     try:
         log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
     finally:
@@ -77,12 +76,12 @@ def end_without_order(limit_s: float) -> None:
 
 def is_unmapped(kind: str, number: int, proc: Path = Path("/proc")) -> bool:
     """Return whether `number`, an id of `kind` "uid" or "gid", may stand for any user or group that this process's user
-    namespace does not map. `proc` is where procfs is mounted; without it that is assumed of the overflow id.
+    namespace does not map. `proc` is where procfs is mounted. Without procfs the answer is True for the usual overflow
+    id alone.
 
     To a process in a user namespace the kernel shows every user that the namespace does not map as one number, the
     overflow uid (usually 65534); groups likewise. So in a namespace that does not map all users that number is no
-    identity: not even if it is mapped too, since both look alike.
-    """
+    identity, even if it is mapped too, since both look alike."""
     return number == _overflow(proc / f"sys/kernel/overflow{kind}") and not _maps_all(proc / f"self/{kind}_map")
 
 

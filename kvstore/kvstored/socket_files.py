@@ -35,9 +35,8 @@ class _File:
 
 
 class SocketFiles:
-    """The socket files of a daemon, which are bound again when they were removed. `prepare` makes the socket directory.
-    `now_s` is a monotonic clock in seconds.
-    """
+    """The socket files of a daemon. A file that was removed is made again by binding its socket anew. `prepare` makes
+    the socket directory. `now_s` is a monotonic clock in seconds."""
 
     def __init__(self, prepare: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._prepare, self._now_s = prepare, now_s
@@ -62,7 +61,7 @@ class SocketFiles:
             self._binding = asyncio.get_running_loop().create_task(self._bind_again(missing))
 
     async def close(self) -> None:
-        """Stop checking, and remove the files that belong to this daemon."""
+        """Stop checking the socket files, and remove the ones that belong to this daemon."""
         if self._binding is not None:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)

@@ -45,9 +45,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeStorage:
-    """The opened storage of a node: store, tenants and saved state. `former` has the clients of the former process,
-    None without warm restart.
-    """
+    """The opened storage of a node: the store of blocks, the tenants, and the saved state. `former` has the clients of
+    the former process, None if memory is not kept over a restart."""
 
     tenants: TenantDirectory
     store: Store
@@ -68,10 +67,9 @@ def open_storage(
     *,
     new_secret: bool,
 ) -> NodeStorage:
-    """Open the tenants, tiers and the store of a node; `stack` closes them. `state` is the process with the saved
-    state, which is read later. `new_secret`: drop blocks that the secret does not reach. Raises the errors of the
-    parts.
-    """
+    """Open the tenants, tiers and store of a node, and return them; `stack` closes them. `state` is the process with
+    the saved state, which is read later. With `new_secret`, stored blocks whose keys cannot be made from the secret are
+    dropped. Raises the errors of the parts."""
     unsaved, state_dir = Unsaved(), config.daemon.state_dir
     keyring = _open_keyring(config, unsaved, new_secret=new_secret)
     tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)

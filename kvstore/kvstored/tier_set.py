@@ -30,7 +30,7 @@ class TierSet(int):
 
     @property
     def first(self) -> int:
-        """The position of the fastest tier in the set, -1 if it is empty."""
+        """The position of the fastest tier in this set, -1 if the set is empty."""
         return next(iter(MEMBERS[self]), -1)
 
     def __contains__(self, tier: int) -> bool:

@@ -14,7 +14,8 @@ RETRY_S = 30.0  # until a file that could not be written is tried again
 
 
 class Unsaved:
-    """A record of the daemon's own files that could not be written, with the consequences. Any thread may call it."""
+    """A record of the daemon's own files that could not be written, with the consequences of that. Any thread may call
+    it."""
 
     def __init__(self) -> None:
         self._sentences: dict[Path, str] = {}

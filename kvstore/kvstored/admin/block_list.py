@@ -43,7 +43,7 @@ ORDERS: Mapping[str, Order] = {
 
 
 class BlockList:
-    """The operator's listing of blocks, in pages."""
+    """A service that lists stored blocks for an operator, one page at a time."""
 
     def __init__(self, views: Views) -> None:
         self._parts = views.parts
@@ -77,7 +77,8 @@ class BlockList:
         return reply
 
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
-        """Return the filter of blocks that `wanted` describes. Raises KVStoreError as `blocks` does."""
+        """Return the filter of blocks that the message `wanted` describes. Raises KVStoreError for a tier, tenant,
+        model or class that does not exist."""
         parts, residency = self._parts, self._store.residency
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")

@@ -44,7 +44,7 @@ class _Sums:
 
 
 class BlockTotals:
-    """The operator's sums over stored blocks, by tenant, model or prefix."""
+    """A service that sums the number and bytes of stored blocks for an operator, by tenant, model or prefix."""
 
     def __init__(self, parts: DaemonParts, blocks: BlockList) -> None:
         self._parts = parts

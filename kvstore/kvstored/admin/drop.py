@@ -25,7 +25,8 @@ MIN_PREFIX = 8
 
 
 class OperatorDrop:
-    """The removal of blocks by an operator."""
+    """A service by which an operator removes stored blocks: copies in a tier, all blocks of a tenant, or all blocks of
+    a model's fingerprint. Blocks that a client has leased or that are being copied stay."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store
@@ -33,9 +34,9 @@ class OperatorDrop:
         self._tenants = tenants
 
     async def drop(self, request: pb.DropRequest) -> pb.DropReply:
-        """Remove copies of blocks from a tier, or from all, or end pins, as `request` says. Raises KVStoreError for a
-        tier or tenant that does not exist.
-        """
+        """Remove the blocks' copies in the tier that `request` names or in all tiers, or end pins, as `request` says.
+        Return how many blocks were dropped and how many were kept. Raises KVStoreError for a tier or tenant that does
+        not exist."""
         residency = self._residency
         if request.pins:
             return self._unpin(request)
@@ -60,7 +61,7 @@ class OperatorDrop:
         return pb.DropReply(unpinned_blocks=unpinned)
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """Remove all blocks of the tenant with this number in the block index, also their pins."""
+        """Remove all blocks and all pins of a tenant. `tenant` is its number in the block index."""
         reply = pb.DropReply()
         self._store.retention.unpin_all(tenant)
         self._forget_gone((tenant,))
@@ -68,9 +69,8 @@ class OperatorDrop:
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
-        """Remove all blocks stored under fingerprints whose digest begins with the hex digits in `request`. Raises
-        KVStoreError if no fingerprint does.
-        """
+        """Remove all blocks stored under model fingerprints whose digest begins with the hex digits in `request`.
+        Return how many were removed and how many were kept. Raises KVStoreError if no fingerprint matches."""
         wanted = request.fingerprint.lower()
         if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
             raise KVStoreError(

@@ -24,9 +24,9 @@ SLICE_TOKENS = 1000  # ... and one by one
 
 
 async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
-    """Return tokens of the blocks with a readable copy in `tier`, the deepest in their chains first; with `tenant`,
-    only of that tenant. Other tasks run meanwhile, and their changes may be included or not.
-    """
+    """Return tokens (each names a row of the block index and its present block) of the blocks with a readable copy in
+    `tier`, the deepest in their chains first. If `tenant` is given, only its blocks count. Other tasks run meanwhile,
+    and their changes may be included or not."""
     columns = residency.rows
     found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
     first = 0
@@ -52,9 +52,9 @@ def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) ->
 async def save(
     residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
 ) -> tuple[int, int]:
-    """Write every block in the tiers `tiers`, which are in memory, that is not durable. Return how many are durable
-    now, and how many are not after `timeout_s` seconds or since their write was refused.
-    """
+    """Write every block in `tiers`, which are tiers in memory, to the durable tier if it has no copy there. Return two
+    numbers of blocks: the durable ones, and the ones that are not durable after `timeout_s` seconds or whose write was
+    refused."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     wanted = array("Q")
     for tier in tiers:

@@ -30,7 +30,8 @@ _NOT_KNOWN = -1
 
 
 class Explain:
-    """The explanation of blocks to operators and clients: where a block is, or why it is missing."""
+    """A service that explains single blocks to operators and clients: it says where a block is stored, or why it is
+    missing."""
 
     def __init__(self, views: Views, misses: RecentMisses) -> None:
         self._parts = views.parts
@@ -48,9 +49,9 @@ class Explain:
         return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
 
     async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
-        """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises the errors of
-        `explain`, and KVStoreError (FORBIDDEN) for another tenant.
-        """
+        """Explain blocks and misses of its own tenant to the client of `session`, without saying in which slots the
+        copies are. Raises KVStoreError for invalid keys, for a shortened key that fits several, and (FORBIDDEN) for
+        another tenant."""
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
         if sum(len(key) < KEY_DIGITS for key in request.keys) > 1:  # each is a walk over the whole index

@@ -15,9 +15,8 @@ SERIES_A_SLICE = 4
 
 
 async def history(request: pb.HistoryRequest, kept: History, store: Store, config: Config) -> pb.HistoryReply:
-    """Return the samples in `kept` that `request` selects, the causes of misses in `store`, and the settings in
-    `config`. Raises KVStoreError for a resolution that is not kept.
-    """
+    """Return the samples of figures in `kept` that `request` selects, with the causes of misses in `store` and the
+    settings in `config`. Raises KVStoreError for a resolution (seconds from sample to sample) that is not kept."""
     resolution_s = request.resolution_s or min(kept.resolutions_s)
     if resolution_s not in kept.resolutions_s:
         listed = ", ".join(map(str, kept.resolutions_s))

@@ -29,9 +29,9 @@ class DaemonState(Enum):
 
 
 class Phase:
-    """The daemon's phase, from starting to stopping. The functions in `on_change` are called at once when it changes.
-    `ready_after_s` is the time from the start of the process to serving, 0 before.
-    """
+    """The present phase of the daemon: starting, serving, draining or stopping. The functions in `on_change` are called
+    at once with each new phase. `ready_after_s` is the number of seconds from the start of the process to serving, 0
+    before that."""
 
     def __init__(self) -> None:
         self._state = DaemonState.STARTING
@@ -52,9 +52,9 @@ class Phase:
 
 
 class Lifetime:
-    """The operator's calls that change the daemon's `phase`: flush, drain and shutdown. `stop` is called when a
-    shutdown is wanted; it returns at once. `after_stop()` returns a sentence on what happens to DRAM then.
-    """
+    """A service by which an operator flushes, drains or shuts down the daemon; it changes `phase`. `stop` is called to
+    begin a shutdown and returns at once. `after_stop()` returns a sentence that says what happens to the blocks in DRAM
+    after the shutdown."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Lifetime:
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
         """Refuse new clients, and wait until the connected ones have left or the timeout in `request` is over. With
-        `undo`, accept new clients again.
-        """
+        `undo` in `request`, accept new clients again. Return the numbers of clients, leases and unwritten blocks that
+        are left."""
         phase, writeback = self._phase, self._store.writeback
         self._handshake.accepting = request.undo
         phase.state = DaemonState.SERVING if request.undo else DaemonState.DRAINING
@@ -105,9 +105,8 @@ class Lifetime:
         )
 
     def shutdown(self, request: pb.ShutdownRequest) -> pb.ShutdownReply:
-        """Start to stop the daemon, and return its pid: with `now` at once, otherwise after clients had some time to
-        leave. It flushes in both cases.
-        """
+        """Begin to stop the daemon, and return its pid. With `now` in `request` it stops at once, otherwise after its
+        clients had ten seconds to leave. Waiting blocks are written to NVMe in both cases."""
         self._shutting_down = asyncio.create_task(self._shut_down(request.now))
         return pb.ShutdownReply(pid=os.getpid(), after_stop=self._after_stop())
 

@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class LiveTenants:
-    """The settings of tenants that take effect while the daemon runs. `tokens` is None if the daemon was started
-    without `unary.tokens_file`: then a new file takes effect after a restart.
-    """
+    """The part of a configuration reload that changes tenants and their bearer tokens while the daemon runs. `tokens`
+    is None if the daemon was started without `unary.tokens_file`: then a new file takes effect after a restart."""
 
     def __init__(
         self,
@@ -54,17 +53,15 @@ class LiveTenants:
         return self._tokens is not None
 
     def prepare(self, config: Config) -> None:
-        """Read the tokens file that `config` names; `renew_tokens` puts it in force. Raises ConfigError, having changed
-        nothing.
-        """
+        """Read the file of bearer tokens that `config` names, without using it yet; `renew_tokens` does that. Raises
+        ConfigError, having changed nothing."""
         path = config.unary.tokens_file
         if self._tokens is not None and path is not None:
             self._entries = read_tokens(path, lambda name: _may_be_tenant(config, name))
 
     def relist(self, config: Config) -> None:
-        """Put the tenants of `config` in force. Clients that belong to another tenant now are disconnected. Raises
-        ConfigError if the change cannot be saved.
-        """
+        """Use the tenants of `config` from now on. Clients that belong to another tenant by that are disconnected.
+        Raises ConfigError if the change cannot be saved."""
         tenants = self._tenants
         former, with_tokens = (tenants.listed, tenants.default), names_in(config.unary.tokens_in_use)
         tenants.relist(config.tenants, config.tenant_default)
@@ -79,7 +76,7 @@ class LiveTenants:
             log.info("%d clients have to connect again: they are of another tenant now", left)
 
     def renew_tokens(self) -> None:
-        """Put the tokens that `prepare` has read in force."""
+        """Use the bearer tokens that `prepare` has read from their file, from now on."""
         if self._tokens is not None and self._entries:
             self._tokens.replace(self._entries)
 
@@ -95,9 +92,9 @@ def _may_be_tenant(config: Config, name: str) -> bool:
 
 
 class LiveSettings:
-    """The settings that can be changed while the daemon runs. `resizes` maps a tier's name to the change of its
-    capacity. `certificates` belong to the TLS listener, None without one.
-    """
+    """The part of a configuration reload that applies the settings which can change while the daemon runs. `resizes`
+    maps a tier's name to the object that changes the tier's capacity. `certificates` belong to the TLS listener; it is
+    None without TLS."""
 
     def __init__(
         self, store: Store, resizes: Mapping[str, TierResize], tenants: LiveTenants, certificates: Certificates | None
@@ -108,7 +105,8 @@ class LiveSettings:
         self._certificates = certificates
 
     def prepare(self, config: Config) -> None:
-        """Check that `config` can be applied, and read its files. Raises ConfigError, having changed nothing."""
+        """Check that `config` can be applied, and read the files that it names. Raises ConfigError, having changed
+        nothing."""
         host = self._store.host
         least_bytes = host.charged_bytes + config.host.arena_bytes
         if config.host.capacity_bytes < least_bytes:
@@ -121,9 +119,8 @@ class LiveSettings:
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Put the changed settings `names` in force as `config` has them. Return the names of the settings that took
-        effect. Raises ConfigError, having changed nothing.
-        """
+        """Put the changed settings `names` in force with their values in `config`. Return the names of the settings
+        that took effect. Raises ConfigError, having changed nothing."""
         applied = names & (TENANTS | {"daemon.log_level"})
         if applied & TENANTS:  # first, since it alone may fail
             self._tenants.relist(config)

@@ -28,9 +28,8 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """The figures of one moment, for monitoring. `misses` has missed blocks by cause, `latencies` a histogram of
-    request times by verb.
-    """
+    """The daemon's figures at one moment, for a monitoring system. `misses` has the number of missed blocks by cause,
+    and `latencies` has a histogram of request times for each verb (kind of request)."""
 
     status: pb.StatusReply
     tiers: pb.TiersReply

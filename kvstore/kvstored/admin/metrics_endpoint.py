@@ -89,11 +89,12 @@ class _OnLoop(Collector):
 
 
 class BoundedHttp:
-    """An HTTP server in a thread of its own, which runs the WSGI `application` on `listener` from now on until `close`.
+    """An HTTP server in its own thread. It runs the WSGI `application` for requests on `listener`, from construction
+    until `close`.
 
-    Invariants: a connection ends `REQUEST_S` and `ANSWER_S` after it began, even if its peer says nothing; over `most`
-    connections, the oldest that has not sent its request makes room, so that half-open connections keep no scraper out.
-    """
+    A connection is ended `REQUEST_S` and `ANSWER_S` seconds after it began, even if its peer says nothing. Over `most`
+    connections, the oldest one that has not sent its request is ended, so that half-open connections keep no scraper
+    out."""
 
     def __init__(self, listener: socket.socket, application: Application, most: int) -> None:
         self._listener, self._application, self._most = listener, application, most
@@ -105,7 +106,7 @@ class BoundedHttp:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and the thread."""
+        """End all connections and the server's thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._answering.shutdown(wait=True, cancel_futures=True)

@@ -40,9 +40,8 @@ class Quarantine:
         return reply
 
     async def release(self, request: pb.ReleaseQuarantineRequest) -> pb.ReleaseQuarantineReply:
-        """Free the quarantined slots that `request` names. Raises KVStoreError, having changed nothing, for a place
-        that is not in quarantine.
-        """
+        """Free the quarantined slots that `request` names, so that blocks can be stored there again. Raises
+        KVStoreError, having changed nothing, if a named slot is not in quarantine."""
         if request.all == bool(request.locations):
             raise KVStoreError(ErrorKind.INVALID, "give the places to release, or all")
         held = self._nvme.quarantined() if self._nvme is not None else {}

@@ -30,7 +30,7 @@ NEVER_READ = frozenset({"daemon.record"})  # written
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that has changed: its name in the file, and its old and new value as text."""
+    """A setting that differs between two configurations: its name in the file, and its old and new value as text."""
 
     name: str
     before: str
@@ -38,9 +38,8 @@ class Difference:
 
 
 class Reload:
-    """The reload of the configuration while the daemon runs. `read()` reads the configuration, and raises ConfigError
-    if it cannot be used; `live` applies settings.
-    """
+    """A service that reloads the configuration while the daemon runs. `read()` reads the configuration, and raises
+    ConfigError if the configuration cannot be used. `live` applies the settings that can change."""
 
     def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
         self.config = config  # what is in force
@@ -50,9 +49,9 @@ class Reload:
         self._contents = contents_of(config)
 
     def reload(self) -> pb.ReloadReply:
-        """Read the configuration again and apply what can change now. Return what was applied, and what waits for a
-        restart. Raises KVStoreError, having changed nothing, if it cannot be used.
-        """
+        """Read the configuration again and apply the settings that can change now. Return the applied settings, and the
+        ones that wait for a restart. Raises KVStoreError, having changed nothing, if the configuration cannot be
+        used."""
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             return self._reload()

@@ -27,9 +27,8 @@ P = ParamSpec("P")
 
 
 class RenameTenant:
-    """The operator's renaming of tenants, one at a time. `with_tokens()` returns the tenants that the tokens file
-    names.
-    """
+    """A service by which an operator renames tenants, one at a time. `with_tokens()` returns the tenants that the
+    tokens file names."""
 
     def __init__(
         self,
@@ -47,9 +46,9 @@ class RenameTenant:
         self._turn = asyncio.Lock()
 
     async def rename(self, request: pb.RenameTenantRequest) -> pb.RenameTenantReply:
-        """Give the blocks of the tenant `request.old` to the listed tenant `request.new`. Raises KVStoreError, having
-        changed nothing, except that blocks dropped for `replace` are gone.
-        """
+        """Give the blocks of the tenant `request.old` to the tenant `request.new`, which the configuration must list.
+        With `replace` in `request`, blocks of the new tenant are dropped first. Raises KVStoreError, having changed
+        nothing except for blocks that were dropped."""
         async with self._turn:
             identity = self._check(request.old, request.new)
             stored = StoredAmounts(self._residency)

@@ -26,9 +26,8 @@ _Level = Iterator[tuple[SeriesKey, float]]
 
 
 class MetricsSampler:
-    """The source of the history's samples: it reads the figures of all parts. Call `sample` from a timer a few times a
-    second.
-    """
+    """A component that takes the samples of the daemon's history: it reads the figures of all parts of the daemon. Call
+    `sample` from a timer a few times a second."""
 
     def __init__(self, parts: DaemonParts, latencies: Latencies) -> None:
         self._parts = parts

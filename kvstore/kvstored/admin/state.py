@@ -29,9 +29,8 @@ async def state(saver: StateSaver, request: pb.StateRequest) -> pb.StateReply:
 
 
 async def look(process: StateProcess, request: pb.StateRequest) -> pb.StateReply:
-    """Return the databases of the saved state, or the entries of the one that `request` names, as `process` reads them.
-    Raises KVStoreError for a database that does not exist, and OSError.
-    """
+    """Return the databases of the saved state, or the entries of the one that `request` names. `process` is the process
+    that reads them. Raises KVStoreError for a database that does not exist, and OSError."""
     if request.database and request.database not in BY_NAME:
         known = ", ".join(BY_NAME)
         raise KVStoreError(ErrorKind.NOT_FOUND, f"no database {request.database!r}; there are {known}")

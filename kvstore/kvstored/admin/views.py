@@ -42,9 +42,8 @@ class DaemonParts:
 
 
 class Views:
-    """The operator's views of the present state: status, tiers, tenants and single blocks. They read `parts`, the
-    daemon's `phase`, and the reports of `maintenance` and `integrity`.
-    """
+    """A service that shows an operator the present state: the daemon's status, its tiers, tenants and single blocks. It
+    reads `parts` of the daemon, the daemon's `phase`, and the reports of `maintenance` and `integrity`."""
 
     def __init__(self, parts: DaemonParts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
         self.parts = parts
@@ -128,9 +127,8 @@ class Views:
         return store.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self, *, with_classes: bool = True) -> pb.TiersReply:
-        """Return the status of all tiers. With `with_classes` it also counts hot, warm and cold blocks, which takes
-        some 15 ms for a million blocks.
-        """
+        """Return the status of all tiers. If `with_classes` is set, also count each tier's hot, warm and cold blocks,
+        which takes some 15 ms for a million blocks."""
         store = self._store
         now_ns = store.clock.monotonic_ns()
         reply = pb.TiersReply()
@@ -194,7 +192,7 @@ class Views:
         return reply
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:
-        """Fill in `block` with the status of the readable block at `row`."""
+        """Fill in the message `block` with the status of the readable block at `row` of the block index."""
         parts, residency = self.parts, self._store.residency
         now_ns = self._store.clock.monotonic_ns()
         kind = residency.kind(row)
@@ -276,9 +274,8 @@ def resident_bytes() -> int:
 
 
 def tier_named(residency: Residency, name: str) -> int:
-    """Return the position of the tier `name`. Raises KVStoreError, which names the tiers there are, for an unknown
-    name.
-    """
+    """Return the position of the tier `name`, counted from the fastest. Raises KVStoreError, which lists the existing
+    tiers, for an unknown name."""
     if name not in residency.tiers:
         known = ", ".join(residency.tiers)
         raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")

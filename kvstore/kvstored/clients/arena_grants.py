@@ -14,7 +14,8 @@ from kvstored.store.assembly import Store
 
 
 class ArenaGrants:
-    """The grants of memory to clients: which arenas of `store` a client may map, and whether it may write there."""
+    """A component that grants clients access to arenas (shared memory for blocks) of `store`: it decides which arenas a
+    client may map, and whether the client may write there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -30,7 +31,7 @@ class ArenaGrants:
             self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
     def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
-        """Enter the numbers of the tenant's present arenas into the message `welcome`."""
+        """Enter the numbers of all arenas that `tenant` has now into the message `welcome`."""
         writable = self._arenas_of(writable_owner(tenant.index_name))
         welcome.arena_ids.extend([*self._arenas_of(tenant.index_name), *writable])
         welcome.put_in_place = self.puts_in_place(tenant)

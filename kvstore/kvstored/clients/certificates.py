@@ -39,7 +39,7 @@ class Certificates:
         self._prepared = read_pair(config) if config.tls_cert is not None else self._served
 
     def renew(self) -> None:
-        """Use the key and certificate that `prepare` has read, from the next connection on."""
+        """Use the key and certificate chain that `prepare` has read from their files, from the next connection on."""
         self._served = self._prepared
 
 

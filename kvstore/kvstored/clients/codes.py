@@ -9,9 +9,8 @@ from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
 
 def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = NO_TIERS) -> int:
-    """Return the wire's TierCode of the tier at `position`. `device_tiers` are the tiers that the client reads on its
-    device.
-    """
+    """Return the code that messages to clients use for the tier at `position` in the block index `residency`.
+    `device_tiers` are the tiers whose copies the client reads on its own GPU; they have a code of their own."""
     if position in device_tiers:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
@@ -22,9 +21,8 @@ def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = N
 
 
 def codes_by_mask(residency: ResidencyView, device_tiers: TierSet = NO_TIERS) -> bytes:
-    """Return a table of bytes: at index m, the TierCode of the tier that is fastest for the client, among the set of
-    tiers m; 0 for the empty set.
-    """
+    """Return a table of bytes. The byte at index m is the wire's code of the fastest tier for the client in the set of
+    tiers m (bit t stands for tier t), and 0 for the empty set. `device_tiers` are the tiers on the client's device."""
     fastest = (residency.fastest_of(tiers, device_tiers) for tiers in TIER_SETS[1 : 2 ** len(residency.tiers)])
     return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 

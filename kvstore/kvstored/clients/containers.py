@@ -30,9 +30,8 @@ _POD = re.compile(r"(kubepods.*-)?pod[^/]+")
 def container_of(cgroup: str) -> str:
     """Return the path of the innermost container in the path `cgroup`, or "" for a service, a login or the root.
 
-    A path that no known service manager and no known tool makes counts as a container's. A path that begins with `/..`
-    is outside the daemon's own cgroup namespace, so it belongs to another container or to the host.
-    """
+    A path that no known service manager makes counts as a container's. A path that begins with `/..` is outside the
+    daemon's own cgroup namespace, so it belongs to another container or to the host."""
     parts = [part for part in cgroup.split("/") if part]
     outside = next((place for place, part in enumerate(parts) if part != ".."), len(parts))
     for place in range(len(parts) - 1, outside - 1, -1):
@@ -58,18 +57,16 @@ def _is_container(parts: list[str], place: int) -> bool:
 
 
 class SeenContainers:
-    """A record of the containers from which each user has connected since the start. The log says once for each user
-    that there are several. A container that has ended counts: its blocks are still stored.
-    """
+    """A record of the containers from which each user has connected since the start, also of containers that have
+    ended. When a second container of a user connects, the log says once that both share one tenant's blocks."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, int], OrderedDict[str, None]] = OrderedDict()
         self._said: set[tuple[str, int]] = set()
 
     def note(self, tenant: str, uid: int, cgroup: str) -> None:
-        """Note that the user `uid`, of `tenant`, opened a session from a process in `cgroup`. A cgroup that is unknown
-        or of no container does not count.
-        """
+        """Note that the user `uid` of the tenant `tenant` opened a session from a process in `cgroup`. Nothing is noted
+        for a cgroup that is unknown or not a container's."""
         place, who = container_of(cgroup), (tenant, uid)
         if not place:
             return

@@ -39,9 +39,8 @@ _UCRED = struct.Struct("3i")
 
 class HandshakeServer:
     """A server on the Unix socket `path`, to which each client keeps one connection for its whole life. `close` ends
-    all connections and their sessions. At most `limits.handshakes_per_user` connections of one user may be without a
-    hello message: a further one ends the oldest of them.
-    """
+    all connections and their sessions. At most `limits.handshakes_per_user` connections of one user may wait without
+    having sent a hello message; a further one ends the oldest of them."""
 
     def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
         self.path = path
@@ -53,7 +52,8 @@ class HandshakeServer:
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
-        """Accept clients on `listener` from now on, and on no earlier listener. Connected clients stay."""
+        """Accept clients on the socket `listener` from now on, and no longer on an earlier listener. Connected clients
+        stay."""
         self._stop_listening()
         listener.setblocking(False)
         self._listener = listener

@@ -65,7 +65,7 @@ class IndexTable:
         self._publish()
 
     def put(self, key: bytes, code: int) -> None:
-        """Enter `key` with `code`, the code of the fastest tier that has a readable copy now."""
+        """Enter the block `key` with `code`, the tier code of the fastest tier that has a readable copy now."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -86,7 +86,8 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def remove(self, key: bytes) -> None:
-        """Remove `key`, which is no longer readable. A key that did not fit into this bucket gets the free slot."""
+        """Remove the block `key`, which is no longer readable, from the table. A key that did not fit into the same
+        bucket of the table gets the free place."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -112,7 +113,8 @@ class IndexTable:
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Write the state CLOSED for processes that still map the table, and release it. A second call does nothing."""
+        """Write the state CLOSED, which processes that still map the table can see, and release the table. A second
+        call does nothing."""
         if self._fd >= 0:
             self.set_state(IndexState.CLOSED)
             self._memory.close()
@@ -134,9 +136,9 @@ class IndexTable:
 
 
 class LookupIndexes:
-    """The lookup indexes of all tenants: tables in shared memory that clients read, within `total_bytes` together. Each
-    has room for `slots` keys as far as its share allows. `schedule` runs a function soon, on the control thread.
-    """
+    """The lookup indexes of all tenants. A lookup index is a table in shared memory in which a client sees which of its
+    tenant's blocks are stored. All tables together take at most `total_bytes`; each has room for `slots` keys as far as
+    its part of that allows. `schedule` runs a function soon, on the control thread."""
 
     def __init__(
         self, slots: int, total_bytes: int, residency: Residency, schedule: Callable[[Callable[[], None]], object]
@@ -155,9 +157,8 @@ class LookupIndexes:
         return self._buckets > 0
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Update the table of `tenant`: the block `key` is now readable in the tiers of `mask`, a TierSet as an int; 0:
-        in none.
-        """
+        """Update the table of `tenant`: the block `key` is now readable in the tiers of `mask`, an int whose bit t
+        stands for tier t; 0 stands for no tier. `row` is the block's row in the block index."""
         table = self._tables.get(tenant)
         if table is None:
             return
@@ -167,9 +168,9 @@ class LookupIndexes:
             table.remove(key)
 
     def grant(self, session: ClientSession) -> tuple[hs.LookupIndexGrant, int | None]:
-        """Return the grant of the table of the session's tenant, which is made if it does not exist, and a descriptor.
-        When there is no table, the grant has the reason, and the descriptor is None.
-        """
+        """Return the message that lets the client of `session` map its tenant's lookup table, and the table's
+        descriptor. The table is made if it does not exist. When there is no table, the message has the reason, and the
+        descriptor is None."""
         if not self.offered:
             return hs.LookupIndexGrant(reason="this daemon keeps no lookup index (index.slots = 0)"), None
         if not session.exact:

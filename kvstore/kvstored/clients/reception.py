@@ -21,7 +21,7 @@ PROTOCOL_VERSION = 1
 
 
 class Streams(Protocol):
-    """A maker of direct streams, which carry a client's requests over a socket pair."""
+    """A maker of direct streams. A direct stream carries a client's requests over a socket pair."""
 
     def open(self, session: ClientSession) -> int:
         """Return the client's end of a new stream for `session`, a descriptor to be sent and then closed. Raises
@@ -31,9 +31,8 @@ class Streams(Protocol):
 
 
 class Reception:
-    """The answers to clients on the handshake socket; a refusal is a KVStoreError. `former` has the leases of clients
-    of an earlier daemon process, None without warm restart.
-    """
+    """A component that answers clients on the handshake socket; it refuses a client by a KVStoreError. `former` has the
+    leases of clients of an earlier daemon process; it is None if no memory is kept over a restart."""
 
     def __init__(
         self,
@@ -54,9 +53,9 @@ class Reception:
         self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[ClientSession, hs.Welcome, int | None]:
-        """Open a session for the client `peer` that sent `hello`. Return the session, the answer, and the descriptor of
-        its staging memory, None if it has none. Raises KVStoreError when the client is refused.
-        """
+        """Open a session for the process `peer`, whose hello message is `hello`. Return the session, the answering
+        message, and the descriptor of the client's staging memory, which is None for a client that only reads. Raises
+        KVStoreError when the client is refused."""
         try:
             session = self._open(peer, hello)
         except KVStoreError as error:
@@ -92,9 +91,8 @@ class Reception:
         return session, welcome, staging.fd if staging is not None else None
 
     def grant(self, session: ClientSession, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
-        """Fill in `reply` to the request `kind` ("arena", "lookup_index" or "direct_stream") in `packet`. Return the
-        descriptor to send with it, which the caller closes, or None.
-        """
+        """Fill in `reply` to the client's request in `packet`; `kind` is "arena", "lookup_index" or "direct_stream".
+        Return the descriptor to send with the reply, which the caller closes, or None if the reply needs none."""
         if kind == "arena":
             arena, descriptor = self._arenas.grant(session, packet.arena)
             reply.arena.CopyFrom(arena)
@@ -107,7 +105,7 @@ class Reception:
         return self._streams.open(session)
 
     def farewell(self, session: ClientSession) -> None:
-        """End `session`, whose client has gone."""
+        """End the session `session`, whose client has closed its connection."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
 

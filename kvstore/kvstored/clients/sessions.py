@@ -28,10 +28,9 @@ LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that it
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientSession(Client):
-    """The session of one client, from its handshake to the end of its connection. `staging` is None for a client that
-    only reads, and for a unary call. `loan` is the number under which the client may store from its staging, 0 before
-    the first; requests under an earlier number are void.
-    """
+    """The session of one client, from its handshake to the end of its connection. `staging` is the memory from which it
+    puts blocks; it is None for a client that only reads, and for a unary call. `loan` is the number under which the
+    client may use its staging at present, 0 before the first; puts under an earlier number are void."""
 
     token: bytes = field(repr=False)  # who has it is this session's client on data.sock
     peer: Peer
@@ -44,7 +43,8 @@ class ClientSession(Client):
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
-        """Release the staging memory if the session has ended and nothing copies from it any more."""
+        """Note that a put has ended. Release the staging memory if the session has ended, too, and nothing is copied
+        from the memory any more."""
         if self.closed and not self.copying and self.staging is not None:
             staging, self.staging = self.staging, None
             staging.forget_fd()
@@ -62,20 +62,19 @@ class ReturningClients(Protocol):
         ...
 
     def arrived(self, session: ClientSession, token: bytes) -> list[int]:
-        """Note that a client connects. Return the numbers of its leases that are still valid, if `token` is a session
-        token that it had before.
-        """
+        """Note that the client of `session` connects. If `token` is a session token that it got from an earlier daemon
+        process, return the numbers of its leases that are still valid."""
         ...
 
     def left(self, session: ClientSession) -> None:
-        """Forget the client of `session`, which left while the daemon served."""
+        """Forget the client of `session`, which has left while the daemon was serving."""
         ...
 
 
 class ClientSessions:
-    """The table of all sessions, by token: 16 random bytes, so that an unknown token reveals nothing. `former` is None
-    without warm restart. Session numbers continue after `last_id`.
-    """
+    """The table of the sessions of all connected clients. A session is found by its token, 16 random bytes that only
+    its client knows. `former` has the clients of the former daemon process that may return; it is None if no memory is
+    kept over a restart. New sessions get numbers above `last_id`."""
 
     def __init__(
         self,
@@ -114,9 +113,8 @@ class ClientSessions:
     def open(
         self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
     ) -> ClientSession:
-        """Return a new session for the client `name`, with up to `staging_bytes` of staging memory, as far as its share
-        allows.
-        """
+        """Return a new session for the client process `peer`, called `name`, of `tenant`. It gets up to `staging_bytes`
+        of staging memory, less if the budget for all clients has less left."""
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
         self._name(session)
@@ -138,9 +136,9 @@ class ClientSessions:
         self._name(session)
 
     def close(self, session: ClientSession) -> None:
-        """End `session`, whose client has gone: run the functions in `on_close`, and release staging memory, reserved
-        slots and leases. Leases that the daemon's next process shall take over are kept. A second call does nothing.
-        """
+        """End `session`, whose client has gone: run the functions in its `on_close`, and release its staging memory,
+        reserved slots and leases. When the daemon stops, leases are kept if its next process shall take them over. A
+        second call does nothing."""
         if session.closed:
             return
         session.closed = True

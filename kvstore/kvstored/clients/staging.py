@@ -25,9 +25,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class StagingMemory:
-    """A shared memory of `size_bytes`, rounded up, that one client writes and the daemon reads. `fd` is sent to the
-    client once, and closed here by `forget_fd`.
-    """
+    """A shared memory of `size_bytes`, rounded up to the alignment of blocks, which one client writes and the daemon
+    reads. `fd` is its descriptor, which is sent to the client once and then closed here by `forget_fd`."""
 
     def __init__(self, size_bytes: int, label: str) -> None:
         self.size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -40,9 +39,8 @@ class StagingMemory:
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids that the client has written into the block at `offset`. They are read once, since
-        the client may still be writing.
-        """
+        """Return the packed token ids that the client has written into the block at `offset`. They are copied once,
+        since the client may still be writing there."""
         return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
@@ -55,7 +53,8 @@ class StagingMemory:
 
 
 def tokens_in(header: bytes) -> bytes:
-    """Return the packed token ids in the bytes of a block header that a client wrote. No other field is read."""
+    """Return the packed token ids in `header`, the bytes of a block header that a client wrote. No other field of the
+    header is read."""
     count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
     return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
 
@@ -71,9 +70,8 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """Take staging bytes for one client, and return how many it gets: `wanted_bytes`, up to the limit for a client
-        and a quarter of what is left; 0 if nothing is left.
-        """
+        """Take staging memory for one client out of the budget, and return its size in bytes: `wanted_bytes`, but at
+        most the limit for one client and a quarter of the budget that is left. Return 0 if nothing is left."""
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
         granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)
@@ -86,9 +84,8 @@ class StagingPool:
 
 
 class ReservedBlocks:
-    """The blocks of a put that the client wrote into reserved slots. A block's offset is the place of its slot in the
-    reservation.
-    """
+    """The blocks of a put that the client wrote directly into reserved slots. A block's offset is the number of its
+    slot in the reservation, from 0."""
 
     def __init__(self, slots: Mapping[int, Slot], tenant: int, host: HostTier, reservations: Reservations) -> None:
         self._images = {place: host.slot_segment(slot) for place, slot in slots.items()}
@@ -103,22 +100,22 @@ class ReservedBlocks:
         return self._images[offset].part(HEADER_BYTES, nbytes)
 
     def take(self, offset: int) -> Slot:
-        """Return the slot at `offset`, which belongs to a block from now on. Attach it to the block's row before the
-        event loop's next turn.
-        """
+        """Return the slot at `offset`, which belongs to a block from now on. The caller must attach it to the block's
+        row before the event loop's next turn."""
         slot = self._left.pop(offset)
         self._reservations.used(self._tenant, slot)
         return slot
 
     def end(self) -> None:
-        """Free the slots that were not taken. A second call does nothing."""
+        """Free the reserved slots that were not taken for a block. A second call does nothing."""
         left, self._left = self._left, {}
         for slot in left.values():
             self._reservations.free(self._tenant, slot)
 
 
 class InlineBlocks:
-    """The blocks of a put that came in a message. A block's offset is its index in `tokens` and `payloads`."""
+    """The blocks of a put whose bytes came in the request message. A block's offset is its index in `tokens` and
+    `payloads`."""
 
     def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
         self._tokens = tokens

@@ -31,12 +31,14 @@ def reference_text() -> str:
 
 
 def read_reference() -> Table:
-    """Return the sections of reference.toml with all defaults. Each tier is a section of its name."""
+    """Return the tables of reference.toml, which has every setting with its default. Each tier is a table under the
+    tier's name."""
     return dict(_named(tomllib.loads(reference_text()), {}, "reference.toml")) | {TENANT: []}
 
 
 def read_file(path: Path, merged: Table) -> Table:
-    """Return the sections in the TOML file `path`. `merged` has the tiers that exist already. Raises ConfigError."""
+    """Return the tables of settings in the TOML file `path`. `merged` has the tiers that are defined already. Raises
+    ConfigError."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
@@ -47,9 +49,8 @@ def read_file(path: Path, merged: Table) -> Table:
 
 
 def read_override(text: str, merged: Table) -> Table:
-    """Return the section that the command-line text section.key=value stands for; tier.NAME.key=value also adds a tier.
-    `merged` has the tiers that exist already. Raises ConfigError.
-    """
+    """Return a table with the one setting in `text`, which has the form section.key=value or tier.NAME.key=value.
+    `merged` has the tiers that are defined already; another NAME adds a tier. Raises ConfigError."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     tier, of_tier, tier_key = key.partition(".")
@@ -102,9 +103,8 @@ def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Ta
 
 
 def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> None:
-    """Replace values in `merged` by those in `sections`, in place. Each value must have the type of its default in
-    `reference`. Raises ConfigError, which names `source`.
-    """
+    """Replace settings in `merged` by those in `sections`, in place. Each value must have the type of its default in
+    `reference`. Raises ConfigError, which names `source` (a file or an option) as the origin."""
     for section, table in sections.items():
         if section == TENANT:
             merged[section] = table
@@ -136,7 +136,8 @@ def tiers_in(merged: Table) -> dict[str, Table]:
 
 
 def in_order(merged: Table) -> Table:
-    """Return the sections of `merged` in the order of reference.toml, with all tiers in the place of its tiers."""
+    """Return the sections of `merged` in the order of reference.toml; all tiers are where reference.toml has its
+    tiers."""
     tiers = tiers_in(merged)
     first, *others = (name for name in merged if name not in tiers)
     return {first: merged[first]} | tiers | {name: merged[name] for name in others}
@@ -176,15 +177,14 @@ def _check_type(name: str, default: Any, value: Any) -> None:
 
 
 def names_in(sections: Table) -> Iterator[tuple[str, str]]:
-    """Yield section and key of each setting in `sections`; ("tenant", "") stands for all tenants."""
+    """Yield a pair (section, key) for each setting in `sections`. The pair ("tenant", "") stands for all tenants."""
     for section, keys in sections.items():
         yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
 
 
 def configured_settings(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[ConfiguredSetting]:
-    """Yield every setting with its origin. `merged` must have been checked; `origins` has the file or option of each
-    setting that is not a default.
-    """
+    """Yield every setting in `merged`, which must have been checked, with its origin. `origins` has the file or option
+    of each setting that is not a default."""
     for section, keys in merged.items():
         if section != TENANT:
             for key, value in keys.items():

@@ -167,9 +167,8 @@ def _check(config: Config) -> None:
 
 
 def check_plausible(config: Config, staging_bytes: int) -> None:
-    """Check that settings of different sections fit together. `staging_bytes` is the operator's setting, 0 if it is the
-    default. Raises ConfigError.
-    """
+    """Check that settings of different sections fit together. `staging_bytes` is the size of staging memory that the
+    operator has set, 0 if it is the default. Raises ConfigError."""
     host = config.host
     if staging_bytes > host.capacity_bytes // 2:
         raise ConfigError(
@@ -206,9 +205,8 @@ def _check_shares(config: Config) -> None:
 
 
 def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
-    """Return the tenants in the TOML value `raw` of [[tenant]]. Percentages are of the tiers' capacities in `config`.
-    Raises ConfigError.
-    """
+    """Return the tenants' sections from `raw`, the TOML value of [[tenant]]. Percentages in it are of the tiers'
+    capacities in `config`. Raises ConfigError."""
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
     found: dict[str, TenantSection] = {}

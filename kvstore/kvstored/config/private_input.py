@@ -15,9 +15,8 @@ _SETTING = "cluster.secret_file"
 
 
 def read_private(setting: str, path: Path) -> bytes:
-    """Return the bytes of the file `path`. Raises ConfigError, which names `setting`, if another user can read or
-    change it, or it belongs neither to this user nor to root.
-    """
+    """Return the bytes of the file `path`, which the setting `setting` names. Raises ConfigError if another user can
+    read or change the file, or if it belongs neither to this user nor to root."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -30,7 +29,8 @@ def read_private(setting: str, path: Path) -> bytes:
 
 
 def read_private_lines(setting: str, path: Path) -> list[str]:
-    """Return the lines of the text file `path`, with the checks of `read_private`. Raises ConfigError."""
+    """Return the lines of the text file `path`, which the setting `setting` names. Raises ConfigError if another user
+    can read or change the file."""
     try:
         return read_private(setting, path).decode().splitlines()
     except UnicodeDecodeError:
@@ -50,8 +50,7 @@ def _require_private(setting: str, path: Path, status: os.stat_result) -> None:
 
 def read_cluster_secret(path: Path | None) -> bytes | None:
     """Return the secret that the nodes of a cluster share: 32 bytes derived from the content of the file `path`,
-    without surrounding white space. Return None if no file is set. Raises ConfigError.
-    """
+    without surrounding white space. Return None if `path` is None. Raises ConfigError."""
     if path is None:
         return None
     content = read_private(_SETTING, path).strip()

@@ -154,8 +154,7 @@ class ClusterSection:
 @dataclass(frozen=True)
 class TenantSection:
     """The settings of one tenant in the configuration. A maximum of 0 means no limit. `remote` says whether its blocks
-    are encrypted in remote tiers, "" leaves that to the tier.
-    """
+    are encrypted in remote tiers; "" leaves the decision to the tier's setting."""
 
     name: str
     uids: tuple[int, ...] = ()
@@ -173,10 +172,9 @@ class TenantSection:
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting as it was written: `value` as TOML reads it, and `origin`: "default", "--set" or the file's path. For a
-    setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section` is the
-    tier's name.
-    """
+    """A setting with its origin. `value` is the value as TOML reads it; `origin` is "default", "--set" or the file's
+    path. For a setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section`
+    is the tier's name."""
 
     section: str
     key: str
@@ -192,8 +190,7 @@ class ConfiguredSetting(NamedTuple):
 @dataclass(frozen=True)
 class Config:
     """The configuration of a daemon. `listed` has all tiers, fastest first, also disabled ones. `written` has every
-    setting as it was written, in the order of the reference file, tenants last.
-    """
+    setting with its origin, in the order of the reference file, tenants last."""
 
     daemon: DaemonSection
     listed: tuple[TierSection, ...]

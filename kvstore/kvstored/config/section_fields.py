@@ -16,10 +16,9 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str, Any] = NOTHING) -> Section:
-    """Return a section of the class `kind`, with the values in `known` and the others from the TOML `table` of the
-    section `name`. Sizes are in bytes, their keys without the suffix; paths are absolute, or None for "". Raises
-    ConfigError.
-    """
+    """Return a settings object of the class `kind`. Its fields have the values in `known`, and otherwise those in the
+    TOML `table` of the section `name`. Sizes become bytes, and paths absolute; a path "" becomes None. Raises
+    ConfigError."""
     hints = get_type_hints(kind)
     values = dict(known)
     for field in fields(kind):  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ Encode = Callable[[float, Sequence["Stored | Removed | Cleared"]], bytes]
 
 
 class CopyPlace(NamedTuple):
-    """The place of block copies, in the words of KV events: a medium such as "CPU". `locality` is "" for this node."""
+    """The place of block copies, in the words of KV events (messages to routers): a medium such as "CPU". `locality` is
+    "" for this node."""
 
     medium: str
     locality: str = ""
@@ -25,9 +26,8 @@ class CopyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Stored:
-    """An event: consecutive blocks of one chain are stored. `parent` is the hash before the first, None for the start
-    of a chain; `tokens` are the token ids of all blocks, or empty.
-    """
+    """An event which says that consecutive blocks of one chain are stored. `parent` is the hash of the block before the
+    first one, None at the start of a chain. `tokens` are the token ids of all the blocks, or empty."""
 
     place: CopyPlace
     parent: int | None
@@ -55,9 +55,8 @@ def hash_of(key: bytes) -> int:
 
 
 def encoder(encoding: str) -> Encode:
-    """Return the function that encodes a batch of events as `encoding`: "map" or "array". It takes the time in seconds
-    and the events.
-    """
+    """Return a function that encodes a batch of events; its arguments are the time in seconds and the events.
+    `encoding` is "map" or "array"."""
     import msgspec
 
     pack, form = msgspec.msgpack.Encoder().encode, _as_map if encoding == "map" else _as_array

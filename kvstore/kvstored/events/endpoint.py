@@ -28,9 +28,8 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class EventEndpoint:
-    """A ZMQ socket of the type `kind` that listens on `address`, for at most `most` connections at once; `high_water`
-    bounds the messages that wait for one. Raises ZMQError.
-    """
+    """A ZMQ socket of the type `kind` that listens on `address` and accepts at most `most` connections at once. At most
+    `high_water` messages wait for one connection. The constructor raises ZMQError."""
 
     def __init__(self, context: Any, kind: int, address: str, most: int, high_water: int) -> None:
         self._address, self._most = address, most
@@ -51,9 +50,8 @@ class EventEndpoint:
         return len(self._connections)
 
     def send(self, *frames: bytes) -> Any:
-        """Send a message of `frames` at once; the memory of the last one is shared with ZMQ. Return ZMQ's tracker of
-        that memory, or None if the peer has left or takes no more.
-        """
+        """Send a message of `frames` without waiting; the memory of the last frame is shared with ZMQ. Return ZMQ's
+        tracker of that memory, or None if the peer has left or its queue is full."""
         try:
             for frame in frames[:-1]:
                 self.socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=True)
@@ -64,7 +62,7 @@ class EventEndpoint:
             raise
 
     def look(self) -> None:
-        """Note which peers have connected and left, and cut connections beyond the limit."""
+        """Note which peers have connected and left since the last call, and cut connections beyond the limit."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             descriptor = int(event["value"])
@@ -77,16 +75,15 @@ class EventEndpoint:
         self.socket.get(zmq.EVENTS)  # lets ZMQ free what waited for those that left
 
     def cut(self, descriptor: int) -> None:
-        """End the connection with this descriptor. Messages that wait for it are freed."""
+        """End the connection with the file descriptor `descriptor`. Messages that wait for its peer are freed."""
         if descriptor not in self._connections:
             return
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
     def cut_slow(self) -> int:
-        """End the connections that have not read what was sent to them, or all if none is known to be slow. Return
-        their number.
-        """
+        """End the connections whose peers have not read what was sent to them, or all connections if no peer is known
+        to be slow. Return their number."""
         slow = [descriptor for descriptor in self._connections if _unread_bytes(descriptor)]
         for descriptor in slow or list(self._connections):
             self.cut(descriptor)
@@ -118,7 +115,7 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 class Sent:
-    """The messages whose memory ZMQ still holds, for peers that have not read them."""
+    """A list of sent messages whose memory ZMQ still holds, since peers have not read them."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, int]] = []
@@ -132,7 +129,7 @@ class Sent:
         self.held_bytes += nbytes
 
     def look(self) -> bool:
-        """Drop the messages whose memory is free by now. Return whether there were any."""
+        """Drop the messages whose memory ZMQ has released by now from the list. Return whether there were any."""
         left = [each for each in self._held if not each[0].done]
         is_less = len(left) < len(self._held)
         if is_less:

@@ -38,10 +38,9 @@ Integers = npt.NDArray[np.integer]
 
 
 class TokenColumns:
-    """A reader of the token ids of many blocks at once, from the headers of their copies in memory. `tiers` are by
-    position, empty if token ids are private. It runs on the control thread, which gives no slot away meanwhile. Clients
-    may write some of these arenas: an impossible count is read as none.
-    """
+    """A reader of the token ids of many blocks at once, from the headers of the blocks' copies in memory. `tiers` are
+    by position, and empty if token ids are private. Use it on the control thread, which gives no slot away meanwhile.
+    Since clients may write some of this memory, an impossible count of tokens is read as none."""
 
     def __init__(self, residency: Residency, tiers: Sequence[Tier]) -> None:
         self._residency = residency
@@ -49,9 +48,9 @@ class TokenColumns:
         self.readable = TierSet.of(*(position for position, tier in enumerate(tiers) if tier.info.is_in_memory))
 
     def read(self, rows: Integers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
-        """Return the number of token ids of each of `rows` (uint16), and all token ids packed in this order. `masks`
-        has each row's set of tiers. A block that is not in memory has none.
-        """
+        """Return two values for the blocks at `rows`: an array (uint16) with the number of token ids of each, and all
+        the token ids packed in this order. `masks` has the set of tiers of each row. A block without a copy in memory
+        has no token ids."""
         counts = np.zeros(len(rows), np.uint16)
         left = masks.copy()
         parts: list[tuple[Integers, Integers, npt.NDArray[np.int32]]] = []  # which rows, their places, the memory
@@ -106,13 +105,12 @@ class Outlet(Protocol):
 
 
 class EventFeed:
-    """The control thread's source of KV events: it notes changed rows, and sends their state to `outlet` a little
-    later.
+    """The control thread's source of KV events (messages to routers): it notes which rows of the block index have
+    changed, and sends their state to `outlet` a little later.
 
-    `kind_text` returns a row kind's topic and tokens a block, or None if it is not published. `tiers` are by position;
-    token ids are read from those in memory, or from none if they are private. `call_later(seconds, f)` calls f on this
-    thread.
-    """
+    `kind_text` returns the topic and the tokens a block of a row kind, or None if its blocks are not published. `tiers`
+    are by position; token ids are read from those in memory, or from none if they are private. `call_later(seconds, f)`
+    calls f on this thread."""
 
     def __init__(
         self,
@@ -137,11 +135,11 @@ class EventFeed:
 
     @property
     def waiting_rows(self) -> int:
-        """The number of noted changes that have not been sent."""
+        """The number of changed rows that have been noted and not been sent."""
         return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """Note changes from now on, let the receiver forget everything, and send it all blocks again."""
+        """Note changes from now on, have the receiver forget all blocks, and send it all stored blocks again."""
         rows = self._residency.rows
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
@@ -152,7 +150,7 @@ class EventFeed:
         self._wake()
 
     def stop(self) -> None:
-        """Note no more changes, and drop the ones that wait to be sent."""
+        """Note no more changes of blocks, and drop the changes that wait to be sent."""
         self._is_on = False
         self._residency.note_with(None)
         del self._rows[:]

@@ -27,9 +27,8 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class PublishedBefore:
-    """A record, kept in a file, of the epoch and the topics of earlier event publishers. `directory` is the state
-    directory, None to keep no file; `now_s` returns the wall clock in seconds.
-    """
+    """A record, kept in a file of the state directory `directory`, of the batch numbers and topics that earlier event
+    publishers have used. With `directory` None no file is kept. `now_s` returns the wall clock in seconds."""
 
     def __init__(self, directory: Path | None, now_s: Callable[[], float] = time.time) -> None:
         self._path = None if directory is None else directory / FILE

@@ -30,7 +30,7 @@ _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 
 
 def place_of(info: TierInfo) -> CopyPlace:
-    """Return the place of the copies in a tier, in the words of KV events. `info` describes the tier."""
+    """Return how KV events name the place of the copies in a tier. `info` describes the tier."""
     if info.kind == "keyed":
         return CopyPlace("STORAGE", "REMOTE")
     if info.kind == "gpu":
@@ -40,7 +40,8 @@ def place_of(info: TierInfo) -> CopyPlace:
 
 @dataclass(frozen=True)
 class TopicNames:
-    """A maker of topic names from the pattern `section.topic`. A separator inside a name is written as "_"."""
+    """A maker of topic names for KV events, from the pattern `section.topic`. A separator inside a tenant's or model's
+    name is replaced by "_"."""
 
     section: EventsSection
     node: str

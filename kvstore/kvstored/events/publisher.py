@@ -37,9 +37,8 @@ class PublisherError(ValueError):
 
 
 class Publisher:
-    """The daemon's connection to the process that publishes KV events, which is started again when it dies. `settings`
-    are the process's settings, without the part that `before` supplies. Call `start` once.
-    """
+    """The daemon's connection to the process that publishes KV events; the process is started again when it dies.
+    `settings` are that process's settings, except for the part that `before` supplies. Call `start` once."""
 
     def __init__(self, settings: Mapping[str, Any], before: PublishedBefore, counters: Counters) -> None:
         self._settings = settings
@@ -55,9 +54,8 @@ class Publisher:
         self._statistics = (0, 0, 0)
 
     def start(self, announce_all: Callable[[], None]) -> None:
-        """Start the first process, and wait for its answer. `announce_all` is called now and whenever a new process has
-        started, which knows no blocks. Raises PublisherError.
-        """
+        """Start the publishing process, and wait for its answer. `announce_all` is called now and whenever a new
+        process has started, since a new process knows no blocks. Raises PublisherError."""
         self._announce_all = announce_all
         ours = self._launch()
         ours.settimeout(START_S)
@@ -79,13 +77,12 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """True when there is a process and it has taken all messages so far."""
+        """True when the publishing process runs and has taken all messages so far."""
         return self._socket is not None and not self._waiting
 
     def send(self, message: bytes) -> None:
-        """Send `message` to the process. Without a process it is dropped, since everything is announced to the next
-        process.
-        """
+        """Send `message` to the publishing process. While there is no process the message is dropped, since all blocks
+        are announced to the next process."""
         if self._socket is None:
             return
         self._waiting += message
@@ -93,7 +90,7 @@ class Publisher:
             self._write()
 
     def close(self) -> None:
-        """End the process. A second call does nothing."""
+        """End the publishing process. A second call does nothing."""
         self._closed = True
         self._leave()
 

@@ -47,9 +47,8 @@ class StoredBlock(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """A message of changes. `gone` has rows whose blocks were removed, `changed` rows with their new sets of tiers,
-    `stored` new blocks.
-    """
+    """A message about changed blocks. `gone` has rows whose blocks were removed, `changed` rows with the new set of
+    tiers of each, and `stored` new blocks."""
 
     gone: Sequence[int] = ()
     changed: Sequence[tuple[int, int]] = ()

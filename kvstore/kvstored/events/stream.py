@@ -24,9 +24,8 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 
 
 class EventBlock(NamedTuple):
-    """A block that was published. `places` are the places of its copies, `parent` the key before it, `tokens` its
-    packed token ids.
-    """
+    """A block that was announced in events. `places` are the places of its copies, `parent` is the key of the block
+    before it in its chain, and `tokens` are its packed token ids."""
 
     places: frozenset[CopyPlace]
     parent: bytes
@@ -55,13 +54,13 @@ class _Topic:
 
 
 class EventStream:
-    """A maker of event batches for all topics, which keeps some for replay. `places` is by tier position. `buffer` is
-    the number of batches kept for a topic, `kept_bytes` bounds the kept batches of all topics.
+    """A maker of numbered event batches for all topics; it keeps the last ones for replay. `places` has the place of
+    each tier's copies, by position. `buffer` is the number of batches kept for a topic, and `kept_bytes` bounds the
+    kept batches of all topics.
 
-    `now_s` returns the wall time. `first_number` is the first number of each topic, larger than any of a former
-    process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.
-    `former_topics` were published by former processes.
-    """
+    `now_s` returns the wall time. `first_number` is the first batch number of each topic. It is larger than any of a
+    former process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.
+    `former_topics` were published by former processes."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class EventStream:
         return list(self._topics)
 
     def apply(self, records: Iterable[Record]) -> None:
-        """Take in the changes of `records`. `batches` yields the events that follow from them."""
+        """Take in the changes of blocks in `records`. `batches` then yields the events that follow from them."""
         for record in records:
             if isinstance(record, Changes):
                 for row in record.gone:
@@ -133,12 +132,12 @@ class EventStream:
             topic.is_silent = True
 
     def replay(self, first: int, name: bytes | None = None) -> Iterator[EventBatch]:
-        """Yield the batches of the topic `name` (None: the only one) from number `first` to the latest.
+        """Yield the batches of the topic `name` from `first`, a batch number, to the latest. With `name` None it is the
+        only topic.
 
-        If some of them are gone, yield one batch under the latest number that clears everything and then announces all
-        stored blocks. For a topic that this process does not have, yield a batch that clears everything, under the
-        number before its first. Without a name and with several topics, yield nothing.
-        """
+        If some of these batches are gone, yield one batch under the latest number that clears everything and then
+        announces all stored blocks. For a topic that this process does not have, yield a batch that clears everything,
+        under the number before its first. Without a name and with several topics, yield nothing."""
         topic = self._only_topic() if name is None else self._topics.get(name)
         if topic is None:
             if name is not None:
@@ -158,7 +157,7 @@ class EventStream:
         yield self._snapshot_batch(topic)
 
     def forget_snapshot(self) -> None:
-        """Free the memory of the last snapshot, since no subscriber waits for it."""
+        """Free the memory of the last snapshot of all stored blocks, since no subscriber waits for it."""
         self._whole = None
 
     def _only_topic(self) -> _Topic | None:

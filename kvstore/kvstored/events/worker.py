@@ -63,14 +63,13 @@ class _Peer:
 
 
 class Replays:
-    """The replays of missed batches from `stream` to peers of `endpoint`, a ZMQ ROUTER socket. `now_s` is a monotonic
-    clock.
+    """A component that sends subscribers the batches of events which they have missed. The batches come from `stream`,
+    and subscribers ask for them on `endpoint`, a ZMQ ROUTER socket. `now_s` is a monotonic clock.
 
     A peer is sent the next batch when it has read most of the last one, so a peer that never reads costs `WINDOW_BYTES`
     or one batch, and all of them together `MOST_BYTES` and one batch more. A peer that reads nothing for `STALL_S`
-    while others wait, or for `GIVEN_UP_S`, is cut. A peer asks for one replay at a time: `WAITING_A_PEER` wait behind
-    it, more are dropped.
-    """
+    seconds while others wait, or for `GIVEN_UP_S`, is cut. One replay of a peer runs at a time: `WAITING_A_PEER` more
+    requests wait, others are dropped."""
 
     def __init__(self, endpoint: EventEndpoint, stream: EventStream, now_s: Callable[[], float]) -> None:
         self._endpoint, self._stream, self._now_s = endpoint, stream, now_s
@@ -83,13 +82,12 @@ class Replays:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that were sent to peers and that these have not read."""
+        """The bytes that were sent to peers and that the peers have not read."""
         return sum(peer.sent.held_bytes for peer in self._peers.values())
 
     def take(self) -> None:
-        """Read the requests that have come. Each has the number of the first batch, after the topic if there are
-        several.
-        """
+        """Read the requests for replays that have come. Each has the number of the first wanted batch, after the topic
+        if there are several."""
         for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -165,7 +163,7 @@ class EventWorker:
         self._beats_s = time.monotonic() + BEAT_S
 
     def run(self) -> None:
-        """Serve until the daemon is gone."""
+        """Serve until the connection to the daemon ends."""
         poller = zmq.Poller()
         poller.register(self._daemon, zmq.POLLIN)
         for endpoint in self._endpoints:

@@ -48,14 +48,12 @@ class InvariantReport:
 
 class InvariantChecker:
     """A checker that compares the block index with itself and with the tiers' slots while the daemon is idle, as
-    `is_idle()` says. `run` is a task without end.
+    `is_idle()` says. A broken invariant is a bug in the daemon: it is logged once, at error level, and shown until the
+    restart.
 
-    It decides when to walk and what is reported; `residency.check` and the tier (`check_books`, `check_held`) judge.
-    The walk is cut into slices of half a millisecond; longer pieces are done in a thread, on a copy. A change meanwhile
-    would look like a broken invariant: a walk during which anything moved counts for nothing, and a finding is looked
-    for a second time, at once and in one piece, before it is reported. A broken invariant is a bug: it is logged once,
-    at error level, and shown until the restart.
-    """
+    The index is checked in slices of half a millisecond; longer pieces are done in a thread, on a copy. A check during
+    which anything changed counts for nothing, and a finding is looked for a second time, at once and in one piece,
+    before it is reported."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
@@ -63,7 +61,8 @@ class InvariantChecker:
         self.report = InvariantReport()
 
     async def run(self, interval_s: float) -> None:
-        """Check every `interval_s` seconds, as soon as the daemon is idle. Run it as a task."""
+        """Check the block index every `interval_s` seconds, as soon as the daemon is idle. Run it as a task; it does
+        not end by itself."""
         while True:
             await asyncio.sleep(interval_s)
             pause_s = BUSY_S
@@ -72,7 +71,8 @@ class InvariantChecker:
                 pause_s = min(LAST_BUSY_S, 2 * pause_s)
 
     async def walk(self) -> bool:
-        """Check the index once. Return False if something changed meanwhile, so that the check counts for nothing."""
+        """Check the whole block index once. Return False if it changed meanwhile, so that the check counts for
+        nothing."""
         store, now_ns = self._store, self._store.clock.monotonic_ns
         before = self._state()
         walk = TreeCheck(store.residency)
@@ -144,9 +144,9 @@ class IntegrityReport:
 
 
 class Integrity:
-    """The integrity checks of a running daemon: `tasks` returns them, to run until they are cancelled. `is_idle()` says
-    whether the daemon has no request. `place` keeps the scrubber's position.
-    """
+    """The integrity checks of a running daemon. `tasks` returns the tasks that do them. `is_idle()` says whether the
+    daemon has no request. `place` keeps the position of the scrubber (which reads NVMe in the background) over
+    restarts."""
 
     def __init__(self, store: Store, is_idle: Callable[[], bool], place: ScrubPositionStore) -> None:
         self._store = store
@@ -161,7 +161,7 @@ class Integrity:
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:
-        """Return the tasks to run, by name."""
+        """Return the tasks that check the daemon, by name. They run until they are cancelled."""
         scrub = self._store.config.scrub
         wanted: dict[str, Task] = {"orphans": self._watch_orphans}
         if scrub.books_s:
@@ -195,9 +195,8 @@ class Integrity:
             await asyncio.sleep(max(ORPHANS_S, ORPHANS_REST * (now_ns() - began_ns) / NS_PER_S))
 
     async def count_orphans(self) -> None:
-        """Find the orphans (stored blocks that cannot be reached), and let them be evicted first. A thread does the
-        search.
-        """
+        """Find the orphans (stored blocks that cannot be reached, because a block before them is gone), and have them
+        evicted first. A thread does the search."""
         self._counted_at = self._store.counters["orphaned_blocks"]
         tiers = len(self._store.tiers)
         chains = snapshot(self._store.residency)

@@ -22,9 +22,8 @@ PREFAULT_SLICE_BYTES = 8 << 20
 
 
 class Maintenance:
-    """The daemon's periodic work. Run `run` and `prefault` as tasks. `watches` are functions that are called each tick:
-    looks at media, memory and files, and samples.
-    """
+    """The daemon's periodic work. Run `run` and `prefault` as tasks. `watches` are functions that are called at each
+    tick (a few times a second); they check media, memory and files, and take samples of figures."""
 
     def __init__(self, store: Store, watches: Sequence[Callable[[], None]]) -> None:
         """`watches` are called each tick: looks at media, memory and files, and samples."""
@@ -35,7 +34,7 @@ class Maintenance:
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
-        """Do the work of one tick. A part that fails does not keep the others from running."""
+        """Do the periodic work once. If one part of it fails, the others are still done."""
         self._do(self._expire_leases, self._expire_blocks, *self._watches)
 
     def _do(self, *parts: Callable[[], None]) -> None:
@@ -71,7 +70,7 @@ class Maintenance:
             await asyncio.sleep(max(0.0, next_tick_s - loop.time()))
 
     async def prefault(self, still_wanted: Callable[[], bool]) -> None:
-        """Touch the pages of arenas ahead of puts, in slices, while `still_wanted()` is True."""
+        """Touch the memory pages of arenas before puts need them, in slices, while `still_wanted()` is True."""
         loop, host = asyncio.get_running_loop(), self._store.host
         with ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread, contextlib.suppress(RuntimeError):
             while still_wanted():

@@ -44,9 +44,8 @@ MAX_DESCRIPTORS = 65_536
 
 
 class Holder:
-    """The main loop of the process that keeps descriptors while there is no daemon. `path` is the socket file of
-    `listener`. `stays`: it is a service, and does not end by itself.
-    """
+    """The main loop of the process that keeps descriptors of the daemon's memory while there is no daemon. It is
+    reached at `listener`, whose socket file is `path`. With `stays` it is a service, and does not end by itself."""
 
     def __init__(self, listener: socket.socket, path: str, *, stays: bool = False) -> None:
         self._listener = listener
@@ -61,7 +60,7 @@ class Holder:
         self._must_quit = False
 
     def run(self) -> None:
-        """Serve connections, and return when there is no reason left to keep anything."""
+        """Serve connections of daemons, and return when there is no reason left to keep any descriptor."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         look_at_s = 0.0
@@ -203,7 +202,8 @@ def _listening(path: str) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the holder until it has nothing to keep, or as a service until it is stopped. Return the exit status."""
+    """Run the process that keeps descriptors until it has none to keep, or as a service until it is stopped. Return the
+    exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstored.lifetime.holder",
         description="Keeps the memory of a kvstored daemon over its restart. The daemon starts it by itself, "

@@ -69,9 +69,8 @@ OLD_VERSION = "0.2.0.dev1194"  # the last that wrote them
 
 
 def leave_old_files(directory: Path, *, discard: bool) -> None:
-    """Check that the state directory has no files of a version whose state is not read any more; with `discard`, remove
-    them. Raises StateDirectoryError if it has some, and OSError.
-    """
+    """Check that the state directory has no files of an old version whose state is not read any more. With `discard`,
+    remove such files. Raises StateDirectoryError if there are some, and OSError."""
     found = [name for name in OLD_FILES if (directory / name).exists()]
     if not found:
         return
@@ -87,9 +86,8 @@ def leave_old_files(directory: Path, *, discard: bool) -> None:
 
 
 class InstanceLock:
-    """A lock on the state directory, from construction to `release`, so that only one daemon uses it. Raises
-    AlreadyRunning.
-    """
+    """A lock on the state directory, held from construction to `release`, so that only one daemon uses the directory.
+    The constructor raises AlreadyRunning."""
 
     def __init__(self, state_dir: Path) -> None:
         self._fd, self._directory = open_lock(state_dir), -1
@@ -114,18 +112,16 @@ class InstanceLock:
 
 
 class FreshDirectories:
-    """A record of which of `paths`, and of the directories above them, do not exist yet, so that a start that fails can
-    remove what it made.
-    """
+    """A record of which of `paths`, and of the directories above them, did not exist when it was made, so that a start
+    of the daemon that fails can remove what it has made."""
 
     def __init__(self, *paths: Path) -> None:
         self._missing = [path for path in paths if not path.exists()]
         self._above = {above for path in self._missing for above in path.parents if not above.exists()}
 
     def remove(self) -> None:
-        """Remove the paths that did not exist then, with their content, and the directories above them if they are
-        empty.
-        """
+        """Remove those `paths` that did not exist when this object was made, with their content, and the new
+        directories above them if they are empty."""
         for path in self._missing:
             shutil.rmtree(path, ignore_errors=True)
         for above in sorted(self._above, key=lambda path: -len(path.parts)):

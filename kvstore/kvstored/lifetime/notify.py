@@ -19,14 +19,13 @@ _BARRIER_TIMEOUT_S = 5.0
 
 
 def notify(*lines: str) -> bool:
-    """Send `lines` to systemd. Return False if the process is not started by systemd."""
+    """Send `lines`, each "NAME=value", to systemd. Return False if the process was not started by systemd."""
     return _send(lines, [], 0)
 
 
 def notify_about(descriptors: Sequence[int], *lines: str) -> bool:
-    """Send `lines` and `descriptors` to systemd, without waiting. Return False if the process is not started by
-    systemd, or the queue is full.
-    """
+    """Send `lines`, each "NAME=value", and `descriptors` to systemd, without waiting. Return False if the process was
+    not started by systemd, or the queue is full."""
     return _send(lines, descriptors, socket.MSG_DONTWAIT)
 
 
@@ -46,9 +45,8 @@ def _send(lines: Sequence[str], descriptors: Sequence[int], flags: int) -> bool:
 
 
 def wait_for_manager() -> None:
-    """Wait until systemd has read all messages of this process: after the process has ended, systemd may not know the
-    sender.
-    """
+    """Wait until systemd has read all messages of this process. After the process has ended, systemd may not know who
+    sent them."""
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         if not notify_about([theirs], "BARRIER=1"):
@@ -87,9 +85,9 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """Return how many descriptors systemd keeps for this unit, or None if it does not say; it closes further ones
-    silently. systemd says so from version 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE.
-    """
+    """Return how many descriptors systemd keeps for this unit; it closes further ones silently. Return None if that is
+    not known. systemd says so from version 254 on, in $FDSTORE; with an older one the unit file does, in
+    $KVSTORED_FDSTORE."""
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None
 

@@ -127,14 +127,13 @@ class _Block:
 
 
 class ArenaImport:
-    """The entry of the blocks in arenas that outlived a daemon into the index. `tier` is at `position`. `rows` maps
-    container and offset to the row of each block entered so far. `dropped_slots` counts blocks that were there twice,
-    or whose chain closes on itself.
+    """A component that enters the blocks in memory regions of `tier`, which have outlived a daemon, into the block
+    index. `tier` is at `position`. `rows` maps container and offset of each block entered so far to its row.
+    `dropped_slots` counts blocks that were found twice, or whose chain closes on itself.
 
-    Blocks of a chain are mostly one behind the other, and entering a run takes a quarter of the time of its blocks one
-    by one. The class does not decide whether a block is whole (`kvstore_tiers.adoption` did). Invariant: every block
-    ends up in residency with a copy in its tier, or its slot is freed and counted as dropped.
-    """
+    Runs of blocks of one chain are entered together, which takes a quarter of the time. Whether a block is whole has
+    been decided before (`kvstore_tiers.adoption`). Every block gets a copy in its tier, or its slot is freed and
+    counted as dropped."""
 
     def __init__(
         self, tier: Tier, position: int, residency: Residency, tenants: TenantDirectory, now_ns: int, wall_ns: int = 0

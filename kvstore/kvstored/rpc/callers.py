@@ -23,9 +23,8 @@ _SCHEME = "bearer "
 
 
 class Callers:
-    """The rule that finds the tenant of a caller on one socket. `tokens` is None if there is no tokens file. `own`
-    returns the tenant of calls without a token; None if such calls are refused.
-    """
+    """The rule that finds the tenant of a caller on one socket. `tokens` are the bearer tokens, None if there is no
+    tokens file. `own` returns the tenant of calls without a token; it is None if such calls are refused."""
 
     def __init__(self, tokens: Tokens | None, own: Callable[[], Tenant | None] | None) -> None:
         self._tokens = tokens
@@ -67,9 +66,8 @@ class Callers:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """A gRPC interceptor that rejects callers without a tenant. On the Unix socket anyone may call the health service;
-    over TCP not even that, since watching takes up a call for as long as it lasts.
-    """
+    """A gRPC interceptor that rejects callers without a tenant. On the Unix socket anyone may call the health service.
+    Over TCP it needs a tenant, too, since a caller that watches health occupies a call for as long as it likes."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers

@@ -26,7 +26,7 @@ LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
 
 
 class StreamOver(Exception):
-    """An error: the stream cannot be read or written any more, since the client or its stream is gone."""
+    """An error: a client's stream cannot be read or written any more, because the client or the stream is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class StreamServices:
 
 
 class Requests:
-    """The requests of one stream. `send` sends an answer that a task has made, and raises StreamOver if that cannot be
-    done.
-    """
+    """A handler of the requests of one stream. `send` sends an answer that a task has made, and raises StreamOver if
+    that cannot be done."""
 
     def __init__(
         self, session: ClientSession, services: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
@@ -84,12 +83,12 @@ class Requests:
         return reply
 
     async def finish(self) -> None:
-        """Wait for all running tasks, since the client sends no more requests but may wait for answers."""
+        """Wait until all running requests are answered: the client sends no more requests but may wait for answers."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     def cancel(self) -> None:
-        """Cancel all running tasks, since the stream is over."""
+        """Cancel all running requests, since the stream is over."""
         self._given_up.clear()
         for task in self._tasks:
             task.cancel()

@@ -16,10 +16,10 @@ SLOT = struct.Struct(">IQIQ")  # the place of a slot as a key: container, offset
 
 
 class Database(NamedTuple):
-    """The description of one database of the saved state. `lost` says what is lost when a crash takes the last changes,
-    or damage takes all. `is_kept`: only the file has the entries, so a rewrite copies them; the daemon has all entries
-    of the other databases and writes them again. `checks_itself`: each row has a checksum of its own.
-    """
+    """The description of one database of the daemon's saved state. `lost` says what is lost when a crash takes the last
+    changes, or damage takes all. If `is_kept` is true, only the file has the entries, so a rewrite copies them; the
+    daemon has all entries of the other databases and writes them again. If `checks_itself` is true, each row has a
+    checksum of its own."""
 
     name: str
     holds: str

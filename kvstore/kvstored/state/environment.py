@@ -194,8 +194,7 @@ class Environment:
         self._lmdb.sync(True)
 
     def grow(self) -> None:
-        """Double the file's maximum size, after a transaction that did not fit. Raises Unusable at the
-        greatest size."""
+        """Double the file's maximum size, after a transaction did not fit. Raises Unusable at the greatest size."""
         if self.map_bytes >= MAX_MAP_BYTES:
             raise Unusable(f"full: it has {self.map_bytes} bytes")
         self.map_bytes *= 2

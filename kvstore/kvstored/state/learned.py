@@ -27,9 +27,8 @@ Entry = tuple[bytes, bytes]
 
 
 class LearnedTables:
-    """The saved form of what the policies and the predictor of one store have learned, and of why blocks were removed.
-    Call `read`, then `hand_out`, then `put` any number of times.
-    """
+    """A component that saves what the policies and the predictor of one store have learned, and why blocks were
+    removed. Call `read`, then `hand_out`, then `put` any number of times."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -52,9 +51,8 @@ class LearnedTables:
             self._tables = {}
 
     async def hand_out(self, steps: StepRunner, *, renew: bool) -> None:
-        """Give the policies and the predictor the tables that were read, in steps. `renew`: also make a new policy for
-        each tier without a table, from the order in which blocks were used.
-        """
+        """Give the policies and the predictor the tables that were read, one step at a time by `steps`. With `renew`,
+        also make a new policy for each tier without a table; it learns from the order in which blocks were used."""
         tables, self._tables = self._tables, {}
         store = self._store
         for position, tier in enumerate(store.residency.tiers):
@@ -109,17 +107,14 @@ class LearnedTables:
     # What is saved
 
     def activity(self) -> tuple[int, ...]:
-        """Return numbers that differ from earlier results whenever a policy or the predictor may have learned
-        something.
-        """
+        """Return a tuple of counts that changes whenever a policy or the predictor may have learned something."""
         store = self._store
         requests = store.counters["acquires"] + store.counters["stored_blocks"]
         return requests, store.residency.changes, store.prefetch_state.hints
 
     async def put(self, change: Transaction, steps: StepRunner) -> Contents:
-        """Put all tables into the transaction `change`, and remove all other entries of the database. Return the list
-        of what was put.
-        """
+        """Put all learned tables into the transaction `change`, one step at a time by `steps`, and remove all other
+        entries of the database. Return the list of the tables' pieces."""
         contents, entries = Contents(), self._entries()
         while (entry := await steps.run_one(lambda: next(entries, None))) is not None:
             await change.put("learned", [contents.add(*entry)])

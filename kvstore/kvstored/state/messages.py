@@ -67,7 +67,7 @@ def unpacked_entries(body: bytes) -> tuple[str, list[Entry]]:
 
 
 def in_parts(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield `entries` in lists of about `BODY_BYTES` bytes each."""
+    """Yield `entries`, in their order, as lists of about `BODY_BYTES` bytes each."""
     part: list[Entry] = []
     nbytes = 0
     for entry in entries:

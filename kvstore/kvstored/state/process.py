@@ -46,7 +46,7 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 
 class Interrupted(Exception):
-    """An error: a transaction was ended for an urgent one, and nothing of it was committed."""
+    """An error: a transaction was ended to let an urgent one run, and nothing of it was committed."""
 
 
 class StateProcess:
@@ -78,11 +78,11 @@ class StateProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, or -1 when there is no process."""
+        """The process id of the process that has the state file open, or -1 when there is no such process."""
         return self._process.pid if self._process is not None else -1
 
     def start(self) -> None:
-        """Start the process without waiting for it."""
+        """Start the process that has the state file open, without waiting for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -93,7 +93,7 @@ class StateProcess:
         self._socket = ours
 
     async def open(self) -> None:
-        """Open the state file if it is not open. Raises OSError."""
+        """Have the process open the state file if it is not open. Raises OSError."""
         async with self._turn:
             await self._open()
 
@@ -127,13 +127,13 @@ class StateProcess:
     async def transaction(
         self, *, durable: bool = False, rewrite: bool = False, yields: bool = False, is_urgent: bool = False
     ) -> AsyncIterator[Transaction]:
-        """Yield a transaction for the caller's changes, which are all committed at the end of the block, or none.
+        """Yield a transaction for the caller's changes, which are all committed at the end of the `with` block, or
+        none.
 
-        `durable`: a loss of power does not undo them. `rewrite`: write them into a new file that replaces this one, so
-        that no other entry can be read afterwards. `yields`: when an urgent transaction comes, the block is cancelled
-        and Interrupted raised. `is_urgent`: wait for no more than a commit that has begun, unless the transaction
-        before does not yield. Raises OSError.
-        """
+        With `durable`, a loss of power does not undo them. With `rewrite`, they are written into a new file that
+        replaces the present one, so that no other entry can be read afterwards. With `yields`, the `with` block is
+        cancelled and Interrupted raised when an urgent transaction comes. With `is_urgent`, wait for no more than a
+        commit that has begun, unless the transaction before does not yield. Raises OSError."""
         if is_urgent and self._yielding is not None:
             self._yielding.reschedule(asyncio.get_running_loop().time())
             self._yielding = None
@@ -163,7 +163,7 @@ class StateProcess:
             change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])
 
     async def close(self) -> None:
-        """End the process; what it was given before is committed. A second call does nothing."""
+        """End the process. It commits what it was given before. A second call does nothing."""
         async with self._turn:
             if self._writer is not None:
                 self._writer.close()
@@ -313,7 +313,8 @@ class Transaction:
         self.written_bytes = 0
 
     async def put(self, database: str, entries: Iterable[Entry]) -> None:
-        """Store `entries` in `database`. An entry that is stored already costs no write."""
+        """Store `entries`, pairs of key and value, in `database`. An entry that is stored already with this value costs
+        no write."""
         for part in in_parts(entries):
             await self._send(packed_entries(Verb.PUT, database, part))
 

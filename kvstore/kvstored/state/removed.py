@@ -26,9 +26,8 @@ Keys = Sequence[bytes] | None  # None: all of the tenant
 
 class RemovedNames:
     """A record of the blocks that were removed by order, kept until no saved state names them. The event `noted` is set
-    when there is something to save. `is_too_much`: more than `LIMIT` keys were removed before the saved tables were
-    read, so none of these may be used.
-    """
+    when there is something to save. `is_too_much` is true when more than `LIMIT` keys were removed before the saved
+    tables were read, so that none of these tables may be used."""
 
     def __init__(self, residency: Residency, forgets: list[Callable[[int, Keys], None]]) -> None:
         """`forgets` are called with a tenant's number and keys at each removal by order."""
@@ -64,7 +63,8 @@ class RemovedNames:
                 self._early.clear()
 
     async def save(self, process: StateProcess) -> None:
-        """Save the names that are not saved yet. Raises OSError, and keeps the names then."""
+        """Save the names of removed blocks that are not saved yet. Raises OSError, and then they are still noted as
+        unsaved."""
         gives_up = False
         try:
             async with process.transaction(is_urgent=True) as change:
@@ -81,13 +81,14 @@ class RemovedNames:
         self._unsaved = [each for each in self._unsaved if each[0] > last]
 
     def rewritten(self, deletions: int) -> None:
-        """Note that the state file no longer names blocks of the first `deletions` deletions."""
+        """Note that the state file no longer names the blocks of the first `deletions` deletions."""
         self._unsaved = [each for each in self._unsaved if each[0] > deletions]
         self._keys = sum(1 if keys is None else len(keys) for _, _, keys in self._unsaved)
         self._gives_up = False
 
     def read(self, entries: Iterable[Entry], tenants: Iterable[str]) -> None:
-        """Take over the saved `entries` of a killed process. `tenants` are the tenants that saved tables may name."""
+        """Take over the `entries` (removed blocks) that a killed process saved. `tenants` are the tenants that saved
+        tables may name."""
         names = {_digest(name): name for name in tenants}
         for key, _ in entries:
             name, block = names.get(key[:_TENANT_BYTES]), key[_TENANT_BYTES:]
@@ -95,9 +96,8 @@ class RemovedNames:
                 self._note_early(self._residency.tenant(name), (block,) if block else None, 1)
 
     def again(self) -> Generator[None, None, None]:
-        """Remove all names once more from everything that was learned, since a saved table may have brought them back.
-        The generator yields after each step.
-        """
+        """Remove the names of all removed blocks once more from everything that was learned, since a saved table may
+        have brought them back. The generator yields after each step."""
         early, self._early = self._early or [], None
         keys_of: dict[int, list[bytes]] = {}
         for tenant, keys in early:

@@ -28,9 +28,8 @@ _PENDING, _KNOWN, _LATE = range(3)
 
 
 class Renewal:
-    """The making of a new policy beside the old one, in steps: `policy`, which knows no block, takes over the blocks of
-    its tier. A block that is stored or used meanwhile is adopted at the end.
-    """
+    """The making of a new policy for a tier, in steps, while the old one works: `policy`, which knows no block, takes
+    over the blocks of its tier. Blocks that are stored or used meanwhile are given to it at the end."""
 
     def __init__(self, residency: Residency, policy: EvictionPolicy) -> None:
         self._residency, self._policy = residency, policy
@@ -39,9 +38,8 @@ class Renewal:
         self._step_rows = _FIRST_ROWS
 
     async def run(self, steps: StepRunner) -> None:
-        """Let the policy adopt all blocks of its tier. On return it knows all of them; the caller must at once let it
-        listen to the tier's events, or drop it.
-        """
+        """Give the policy all blocks of its tier, one step at a time by `steps`. When this returns, the policy knows
+        all blocks; the caller must at once let it listen to the tier's events, or drop it."""
         residency, policy = self._residency, self._policy
         residency.listen_beside(policy.tier, self)
         try:

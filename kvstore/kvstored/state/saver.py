@@ -55,10 +55,9 @@ class _Saved:
 
 
 class StateSaver:
-    """The saving of the daemon's small state (all that is kept over a restart and is not a block) through `process`, at
-    most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms. `scrub` is the scrubber's
-    position as JSON, None until it is known.
-    """
+    """A component that saves the daemon's small state (all that is kept over a restart and is not a block) through
+    `process`, writing at most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms. `scrub` is
+    the scrubber's position as JSON, None until it is known."""
 
     def __init__(
         self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int,
@@ -90,9 +89,8 @@ class StateSaver:
     # At the start
 
     async def restore(self) -> bool:
-        """Read the saved state and give each part its entries. Return True on success, False when the state could not
-        be read. Do not call it again after a success.
-        """
+        """Read the saved state and give each part of the daemon its entries. Return True on success, False when the
+        state could not be read. Do not call it again after a success."""
         process, store = self.process, self._store
         try:
             await self.terms.restore()
@@ -196,9 +194,8 @@ class StateSaver:
         return is_due and self._store.residency.deletions != self._rewritten
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Save the parts that have changed. `is_last`: the daemon stops, so save all of them, however long
-        that takes.
-        """
+        """Save those parts of the state that have changed. With `is_last`, the daemon is stopping: save all of them,
+        however long that takes."""
         if not self.is_read and not (is_last and await self.restore()):
             return
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions

@@ -36,7 +36,8 @@ def unpacked(value: bytes) -> Array:
 
 
 class Contents:
-    """A list of the pieces of tables that are being saved, by which the reader sees whether a table is complete."""
+    """A list of the pieces of tables that are being saved. It is saved after them, and a reader sees by it whether a
+    table is complete."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, int] = {}
@@ -44,7 +45,8 @@ class Contents:
         self.nbytes = 0
 
     def add(self, name: str, value: bytes) -> Entry:
-        """Return the entry for `value`, the next piece of the table `name`, and note it."""
+        """Return the database entry for `value`, the next piece of the table `name`, and note the piece in this
+        list."""
         number = self._pieces.get(name, 0)
         self._pieces[name] = number + 1
         key = name.encode() + PIECE.pack(number)
@@ -53,7 +55,7 @@ class Contents:
         return key, value
 
     def end(self) -> Entry:
-        """Return the entry that lists all pieces."""
+        """Return the database entry that lists all pieces noted so far."""
         key = CONTENTS + PIECE.pack(0)
         self.keys.append(key)
         names = np.frombuffer(json.dumps({"format": FORMAT, "pieces": self._pieces}).encode(), np.uint8)
@@ -61,9 +63,8 @@ class Contents:
 
 
 def tables_in(entries: Sequence[Entry]) -> dict[str, Array]:
-    """Return the tables in `entries` that have all of their pieces; none when the list of pieces is missing. Raises
-    ValueError for tables of another format.
-    """
+    """Return the saved tables in `entries`, by name, that have all of their pieces. Return none when the list of pieces
+    is missing. Raises ValueError for tables of another format."""
     found = dict(entries)
     raw = found.get(CONTENTS + PIECE.pack(0))
     if raw is None:

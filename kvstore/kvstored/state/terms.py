@@ -27,9 +27,8 @@ COST = "a restart forgets pins, and what touches changed of expiries and priorit
 
 
 class TermsKeeper:
-    """The saving of terms (expiry, priority, pins) that are not in block headers, for the blocks of `retention`,
-    through `process`. `directory` is the state directory.
-    """
+    """A component that saves the terms (expiry, priority, pins) of blocks which are not in the blocks' own headers,
+    through `process`. `retention` sets the terms. `directory` is the state directory."""
 
     def __init__(self, process: StateProcess, retention: Retention, unsaved: Unsaved, directory: Path) -> None:
         self._process, self._retention, self._later = process, retention, retention.later
@@ -43,9 +42,8 @@ class TermsKeeper:
         self._later.is_whole = True
 
     async def restore_before_serving(self) -> None:
-        """Give blocks their saved terms before a client is served, if there may be any. When that fails or takes longer
-        than `START_S`, log it; blocks have the terms in their headers until it succeeds.
-        """
+        """Give blocks their saved terms before a client is served, if there may be any. If that fails or takes longer
+        than `START_S` seconds, log it; until a later try succeeds, blocks have the terms in their headers."""
         if self._mark.exists():
             try:
                 async with asyncio.timeout(START_S):
@@ -66,7 +64,7 @@ class TermsKeeper:
                     raise
 
     async def restore(self) -> None:
-        """Give blocks their saved terms, unless that was done already. Raises OSError."""
+        """Give blocks their saved terms (expiry, priority, pins), unless that was done already. Raises OSError."""
         async with self._turn:
             if self.is_read:
                 return
@@ -80,9 +78,8 @@ class TermsKeeper:
                 self._mark.unlink(missing_ok=True)
 
     async def run(self) -> None:
-        """Save changes every `INTERVAL_S` seconds, and at once when a put waits for them, until the task is
-        cancelled.
-        """
+        """Save changed terms of blocks every `INTERVAL_S` seconds, and at once when a put waits for them, until the
+        task is cancelled."""
         waiting: asyncio.Future[bool] | None = None
         loop, until_s = asyncio.get_running_loop(), 0.0  # until then nothing is tried: the last try failed
         try:
@@ -103,7 +100,7 @@ class TermsKeeper:
             self._later.end()
 
     async def save(self) -> bool:
-        """Save what has changed. Return False when it could not be saved."""
+        """Save the terms of blocks that have changed since the last save. Return False when they could not be saved."""
         try:
             await self.restore()
             async with self._turn:

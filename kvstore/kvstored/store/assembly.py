@@ -82,7 +82,8 @@ def _ttl_s(config: Config, residency: Residency, position: int) -> float:
 
 
 def make_priorities(residency: Residency, policies: Sequence[EvictionPolicy]) -> Priorities:
-    """Return the order by priority of the blocks in `residency`; the `policies` order the other blocks."""
+    """Return the order in which blocks with a priority are evicted, for the block index `residency`; each of `policies`
+    orders the blocks of its tier that have no priority."""
     priorities = Priorities(residency)
     for policy in policies:
         priorities.follow(policy)
@@ -124,7 +125,8 @@ def make_prefetch(
 
 
 def make_promoter(ground: Ground, links: TierLinks, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
-    """Return the promoter of blocks from all other tiers into `room`, the room of the mapped tier."""
+    """Return the component that copies blocks from all other tiers to the mapped tier (the one that clients map), whose
+    slots `room` allocates."""
     mapped = ground.residency.mapped
     return Promoter(
         ground.residency, [links.between(at, mapped) for at in range(len(ground.tiers)) if at != mapped],
@@ -134,13 +136,13 @@ def make_promoter(ground: Ground, links: TierLinks, room: Room, damage: Damage, 
 
 
 class Store:
-    """The storage half of a daemon: tiers, block index, policies, leases, and the parts that move blocks.
+    """The storage half of a daemon, without sockets: tiers, block index, policies, leases, and the components that move
+    blocks.
 
-    `residency` may hold recovered blocks already. `tiers` are in its order: `host` is the first that clients map;
-    `nvme` is the durable one, if any; `keyed` are remote tiers, to which the slowest other tier demotes and in which
-    blocks of other processes are found. Tiers before `host` get copies of blocks that are used often. `predictor` and
-    `remote_writes` replace the configuration's.
-    """
+    `residency` (the block index) may hold recovered blocks already. `tiers` are in its order: `host` is the first that
+    clients map; `nvme` is the durable one, if any; `keyed` are remote tiers, to which the slowest other tier demotes
+    and in which blocks of other processes are found. Tiers before `host` get copies of blocks that are used often.
+    `predictor` and `remote_writes` replace the configuration's."""
 
     def __init__(
         self,
@@ -209,9 +211,8 @@ class Store:
         return self.rooms[self.residency.mapped]
 
     def exporter_of(self, container: int, tiers: int = ALL_TIERS) -> GpuTier | None:
-        """Return the device tier, among `tiers`, that has the memory region `container` and lets clients import it, or
-        None.
-        """
+        """Return the device tier, among the positions `tiers`, whose memory region number `container` clients may
+        import, or None if no tier has this region."""
         if container < DEVICE_ARENAS:
             return None
         exporters = (tier for position, tier in self.exporters.items() if position in MEMBERS[tiers])
@@ -232,16 +233,16 @@ class Store:
         self.follow_policy(position, policy)
 
     def renew_policy(self, position: int, *, is_empty: bool = False) -> EvictionPolicy:
-        """Return a new policy for the tier at `position`, which is notified of events from now on and has learned
-        nothing. Call `follow_policy` next. `is_empty`: it knows no block either, and is not notified.
-        """
+        """Return a new policy for the tier at `position`, which is notified of the tier's events from now on and has
+        learned nothing. With `is_empty`, it knows none of the tier's blocks, and is not notified. Call `follow_policy`
+        next, which lets it decide."""
         policy = make_policy(self._policy_config, self.residency, position, create_empty if is_empty else create)
         for tenant, share in self.policies[position].shares.items():
             policy.set_share(tenant, share)
         return policy
 
     def follow_policy(self, position: int, policy: EvictionPolicy) -> None:
-        """Let `policy` decide in the tier at `position` from now on."""
+        """Let `policy` decide which blocks leave the tier at `position`, from now on."""
         self.policies[position] = policy
         self.rooms[position].follow(policy)
         self.retention.priorities.follow(policy)
@@ -249,12 +250,13 @@ class Store:
         self.replace_admission(self._policy_config)
 
     def replace_admission(self, config: Config) -> None:
-        """Use the admission that `config` names for writes to NVMe."""
+        """Let the admission that `config` names decide which blocks are written to NVMe, from now on."""
         if self.writeback is not None:
             self.writeback.gate.admission = make_durable_admission(config, self.residency, self.policies)
 
     async def sync_keyed(self) -> bool:
-        """Sync the remote tiers. Return whether each of them has removed all deleted blocks for good."""
+        """Have the remote tiers finish the removals of deleted blocks. Return whether all of them have done so for
+        good."""
         asked = [self.completions.outcome_of(tier.sync) for tier in self.keyed.values()]
         return all([(await outcome).ok for outcome in asked])
 
@@ -265,7 +267,7 @@ class Store:
             self.writeback.write_again(damaged)
 
     def tick(self) -> None:
-        """Do the work that depends on time alone; call it a few times a second."""
+        """Do the store's periodic work, such as expiry and waiting copies. Call it a few times a second."""
         self.endurance.tick()
         for breaker in self._breakers.values():
             breaker.tick()

@@ -23,8 +23,7 @@ MOST_A_TICK = 64
 
 def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) -> list[int]:
     """Return the rows in the slice `part` of the block table whose readable copy in `tier` was last used at `before_ns`
-    or earlier. The longest unused is first; of equal ones, children come before their parents.
-    """
+    or earlier. The row unused for the longest time is first; of equal ones, children come before their parents."""
     first = part.start or 0
     state = np.frombuffer(residency.copies[tier].state, np.uint8)[part]
     last_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[part][: len(state)]
@@ -35,9 +34,8 @@ def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) 
 
 
 class IdleCopies:
-    """A remover of copies that were idle for too long or have too few expected uses. `policies` and `rooms` have one
-    item for each tier, by position.
-    """
+    """A component that removes block copies which were not used for too long, or have too few expected uses. `policies`
+    and `rooms` (allocators of slots) have one item for each tier, by position."""
 
     def __init__(self, residency: ResidencyView, policies: Sequence[EvictionPolicy], rooms: Sequence[Room]) -> None:
         self._residency = residency
@@ -52,7 +50,7 @@ class IdleCopies:
             self._ttl_ns[tier] = round(ttl_s * NS_PER_S)
 
     def tick(self, now_ns: int) -> None:
-        """Look at the next part of each tier, and remove what is idle."""
+        """Look at the next part of the blocks in each tier, and remove idle copies among them."""
         for tier, ttl_ns in self._ttl_ns.items():
             self._expire_idle(tier, now_ns - ttl_ns)
         for policy, room in zip(self._policies, self._rooms, strict=True):

@@ -43,12 +43,12 @@ class SavedTerms(NamedTuple):
 
 
 class LaterTerms:
-    """A record of blocks whose terms (expiry, priority, pins) are not in their header and must be saved elsewhere.
+    """A record of the blocks whose terms (expiry, priority, pins) are not in their header and must be saved elsewhere.
 
     It works once `follow` was called. `owners(row)` returns the names of the owners that pinned a block. `changed` has
-    tenant number and key of each block with unsaved changes. `is_whole`: all entries must be saved anew. `is_pending`:
-    entries of an earlier process may not be read yet. The event `wanted` is set when a caller waits for a save.
-    """
+    tenant number and key of each block with unsaved changes. `is_whole` is true if the terms of all such blocks must be
+    saved anew, and `is_pending` while entries of an earlier process may not be read yet. The event `wanted` is set when
+    a caller waits for a save."""
 
     def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
         self._residency, self._clock, self._owners = residency, clock, owners
@@ -61,7 +61,7 @@ class LaterTerms:
         self._waiting: asyncio.Future[bool] | None = None
 
     def follow(self) -> None:
-        """Note changes from now on."""
+        """Note changes of blocks' terms from now on."""
         self.is_followed = True
         self._residency.terms_gone = self.note_entry
 
@@ -97,13 +97,12 @@ class LaterTerms:
 
     @property
     def are_saved(self) -> bool:
-        """True when all terms that belong there are in the saved state."""
+        """True when the saved state has the terms of all blocks whose headers do not have them."""
         return not (self.changed or self._saving or self.is_whole or self._is_saving_whole)
 
     def when_saved(self) -> asyncio.Future[bool]:
-        """Return a future that resolves to True when all present changes are saved durably, False when that
-        has failed.
-        """
+        """Return a future that resolves to True when all present changes of terms are saved durably, False when that
+        has failed."""
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_future()
             self.wanted.set()
@@ -112,7 +111,7 @@ class LaterTerms:
         return self._waiting
 
     def end(self) -> None:
-        """Note that nothing is saved any more. Every future of `when_saved`, present or later, resolves to False."""
+        """Note that no terms are saved any more. Every future of `when_saved`, present or later, resolves to False."""
         self._has_ended = True
         if self._waiting is not None:
             self._waiting.set_result(False)
@@ -128,23 +127,22 @@ class LaterTerms:
     # What is saved
 
     def begin_save(self) -> tuple[bool, Iterator[tuple[list[Entry], list[bytes]]]]:
-        """Begin to save the changes until now; call `saved` or `not_saved` next. Return whether all entries are saved
-        anew, and an iterator of steps, each with entries to store and keys of entries to remove.
-        """
+        """Begin to save the changes of terms until now; call `saved` or `not_saved` next. Return two values: whether
+        all entries are saved anew, and an iterator of steps, each with entries to store and keys of entries to
+        remove."""
         is_whole, self.is_whole = self.is_whole, False
         self._saving, self.changed, self._is_saving_whole = self.changed, set(), is_whole
         return is_whole, self._entries(chain(self._saving, self._all_blocks() if is_whole else ()))
 
     def saved(self) -> None:
-        """Note that the changes before the last `begin_save` are committed."""
+        """Note that the changes of terms before the last `begin_save` are committed."""
         if self._is_saving_whole and not self.is_whole:
             self._is_incomplete = False
         self._saving, self._is_saving_whole = set(), False
 
     def not_saved(self) -> None:
-        """Note that the changes before the last `begin_save` could not be committed; they are saved with the
-        next save.
-        """
+        """Note that the changes of terms before the last `begin_save` could not be committed; they are saved with the
+        next save."""
         self._saving |= self.changed
         self.is_whole |= self._is_saving_whole
         self._saving, self.changed, self._is_saving_whole = set(), self._saving, False
@@ -180,7 +178,7 @@ class LaterTerms:
 
     @property
     def is_any(self) -> bool:
-        """True when any block has terms that are not in its header."""
+        """True when the terms (expiry, priority, pins) of any block are not all in the block's header."""
         column = self._residency.rows.optional.view("later_terms")
         return column is not None and bool(column.any())
 
@@ -202,9 +200,9 @@ class LaterTerms:
     # What was saved
 
     def found(self, entries: Sequence[Entry]) -> Iterator[tuple[int, SavedTerms]]:
-        """Yield the row of each block in `entries` and its saved terms, with the expiry in seconds of the monotonic
-        clock. Entries of blocks that are not stored, or whose terms have changed already, are left out; the next save
-        removes them, unless the durable tier is not there to say."""
+        """Yield the row and the saved terms of each block in the saved `entries`, with the expiry in seconds of the
+        monotonic clock. An entry is left out if its block is not stored or its terms have changed since. The next save
+        removes such entries, unless the durable tier, which would know the block, is missing."""
         residency, ahead_ns = self._residency, self._ahead_ns()
         numbers = {index.name.encode(): number for number, index in enumerate(residency.tenants)}
         for name, value in entries:

@@ -22,9 +22,8 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 @dataclass(slots=True)
 class GrantedLease:
     """A client's right to read blocks in given slots. `tokens` name the pinned blocks; the list is empty once the lease
-    has expired. `continues`: it belongs to the request of an earlier lease, and does not count against the client's
-    limit.
-    """
+    has expired. With `continues` the lease belongs to the request of an earlier lease, and does not count against the
+    client's limit."""
 
     lease_id: int
     session_id: int
@@ -37,7 +36,7 @@ class GrantedLease:
 
 
 class LeaseBook(Protocol):
-    """A record of leases that a later process of the daemon can read."""
+    """A record of leases outside the process, from which the daemon's next process reads them."""
 
     def record_lease(self, lease_id: int, session_id: int, slots: Sequence[Slot]) -> None: ...
 
@@ -45,13 +44,13 @@ class LeaseBook(Protocol):
 
 
 class LeaseTable:
-    """The table of all leases of the daemon, and of slots in limbo (kept until their last reader is done).
+    """The table of all leases of the daemon, and of the slots in limbo (their block is removed, but a client may still
+    read them).
 
-    `unpin(tokens)` unpins blocks, `free_slot(slot)` frees a slot, and `mark_retired(slot)` is called when the block in
-    a slot in limbo is gone. A tenant has at most `limbo_limit_bytes` in limbo by eviction; drops by an operator may
-    exceed it. If a session holds more than `expired_limit` expired leases, the oldest are joined in one, so their
-    number is bounded by the number of slots.
-    """
+    `unpin(tokens)` unpins blocks, `free_slot(slot)` frees a slot, and `mark_retired(slot)` is called for a slot that
+    comes into limbo. A tenant has at most `limbo_limit_bytes` in limbo by eviction; drops by an operator may exceed it.
+    If a session holds more than `expired_limit` expired leases, the oldest are joined in one, so their number is
+    bounded by the number of slots."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class LeaseTable:
 
     @property
     def live(self) -> int:
-        """The number of leases that have not expired."""
+        """The number of leases in this table that have not expired."""
         return len(self._due)
 
     def count(self, session_id: int) -> int:
@@ -107,9 +106,9 @@ class LeaseTable:
         *,
         continues: bool = False,
     ) -> GrantedLease:
-        """Return a new lease of a session over `slots`, until `expires_ns` (monotonic). The caller has pinned the
-        blocks of `tokens`; the table unpins each once.
-        """
+        """Return a new lease of the session `session_id` over `slots`, valid until `expires_ns` (monotonic). The caller
+        has pinned the blocks of `tokens`; the table unpins each once, when the lease ends. With `continues` the lease
+        belongs to the request of an earlier one."""
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
@@ -119,9 +118,9 @@ class LeaseTable:
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
     ) -> GrantedLease:
-        """Return a lease of an earlier process, valid again under its number. `tokens`, whose blocks the caller has
-        pinned, may be fewer than `slots`: slots in limbo have no block.
-        """
+        """Make a lease of an earlier process valid again under its number, until `expires_ns` (monotonic), and return
+        it. `tokens`, whose blocks the caller has pinned, may be fewer than `slots`, since the block of a slot may be
+        gone."""
         return self._hold(GrantedLease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
@@ -150,9 +149,8 @@ class LeaseTable:
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
-        """Set a later expiry of a lease. Return False for a lease that is gone, has expired, or is another
-        session's.
-        """
+        """Move the expiry of the lease `lease_id` to `expires_ns` (monotonic). Return False if it is gone, has expired,
+        or is not of this session."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id or lease.expired:
             return False
@@ -161,7 +159,7 @@ class LeaseTable:
         return True
 
     def release(self, session_id: int, lease_id: int) -> bool:
-        """End a lease, expired or not. Return False if this session holds no lease with this number."""
+        """End the lease `lease_id`, expired or not. Return False if this session holds no lease with this number."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             return False
@@ -176,9 +174,8 @@ class LeaseTable:
         return len(ended)
 
     def expire(self, now_ns: int) -> int:
-        """End the validity of leases that are due at `now_ns`, and return their number. Their blocks may be evicted;
-        their slots are kept until the reader releases them.
-        """
+        """End the validity of the leases that are due at `now_ns` (monotonic), and return their number. Their blocks
+        may then be evicted; their slots are kept until the reader releases them."""
         lapsed = 0
         while self._due:
             lease = next(iter(self._due.values()))
@@ -195,13 +192,12 @@ class LeaseTable:
         return (slot.container, slot.offset) in self._readers
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
-        """Return whether a block of `tenant` may be evicted from `slot`: it has no reader, or the tenant's slots in
-        limbo stay within the limit.
-        """
+        """Return whether a block of `tenant` may be evicted from `slot`: no client may still read the slot, or the
+        tenant's slots that wait for readers would stay within the limit."""
         return not self.has_readers(slot) or self.limbo_bytes(tenant) + slot.nbytes <= self._limbo_limit_bytes
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """Free `slot`, from which a block of `tenant` was removed: now, or when its last reader is done."""
+        """Free `slot`, from which a block of `tenant` was removed: at once, or when its last reader is done."""
         place = (slot.container, slot.offset)
         if place not in self._readers:
             self._free_slot(slot)

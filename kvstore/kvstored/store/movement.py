@@ -78,9 +78,8 @@ class Ground:
 
 
 class TierLinks:
-    """A maker of links between tiers, over the lanes of `mover`. `breakers` maps positions to the breakers of tiers
-    below memory.
-    """
+    """A maker of links, the ways by which blocks are copied from one tier to another, over the lanes (queues of copies)
+    of `mover`. `breakers` maps positions to the circuit breakers of tiers below memory."""
 
     def __init__(self, ground: Ground, mover: Mover, breakers: Mapping[int, TierBreaker]) -> None:
         self._ground = ground
@@ -108,18 +107,16 @@ class TierLinks:
         return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:
-        """Return the name of the lane from the tier at `source` to the one at `destination`. All writes to the durable
-        tier share one lane.
-        """
+        """Return the name of the lane (queue of copies) from the tier at position `source` to the one at `destination`.
+        All writes to the durable tier share one lane."""
         residency = self._ground.residency
         is_write = destination == residency.durable
         return lane_name(residency.tiers, residency.mapped if is_write else source, destination)
 
 
 class Descent(NamedTuple):
-    """The parts for eviction: the room (slot allocation) of each tier, the parts that copy blocks to slower tiers, and
-    write-back, None without a durable tier.
-    """
+    """The objects that evict blocks: the allocator of slots of each tier, the components that copy evicted blocks to
+    slower tiers, and the one that writes blocks to NVMe, None without a durable tier."""
 
     rooms: list[Room]
     copiers: list[Copier]
@@ -127,7 +124,9 @@ class Descent(NamedTuple):
 
 
 class RoomParts(NamedTuple):
-    """The parts that the rooms (slot allocation) of all tiers need. Lists are by the tier's position."""
+    """The objects that every allocator of slots works with, for all tiers: policies and ways to free slots (lists by
+    the tier's position), the orders of orphans and of blocks with a priority, the handler of damaged copies, and the
+    modes of tiers."""
 
     policies: list[EvictionPolicy]
     exits: Sequence[SlotExit]
@@ -148,10 +147,10 @@ def device_promotion_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> l
 def make_lanes(
     config: Config, residency: ResidencyView, keyed: Container[int], with_own_lane: Sequence[int] = ()
 ) -> list[Lane[LaneTransfer]]:
-    """Return the lanes of a store: one for each direction between the mapped tier and every other tier. The lanes of
-    one tier share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of remote
-    tiers, `with_own_lane` the positions of tiers to which the durable tier has a lane of its own.
-    """
+    """Return the lanes (queues of copies) of a store: one for each direction between the mapped tier and every other
+    tier. The lanes of one tier share its medium, so that prefetch waits for demand on any of them. `keyed` are the
+    positions of remote tiers, `with_own_lane` the positions of tiers to which the durable tier has a lane of its
+    own."""
     movement, limits = config.movement, config.limits
     settings = LaneSettings(
         max_in_flight=movement.in_flight,
@@ -224,9 +223,8 @@ def make_breakers(ground: Ground, modes: DegradedModes) -> dict[int, TierBreaker
 def make_gates(
     ground: Ground, policies: Sequence[EvictionPolicy], remote_writes: RemoteWrites | None
 ) -> dict[int, TierGate]:
-    """Return the gates of the remote tiers, which say what is written there, by position. `remote_writes` replaces the
-    configured rules.
-    """
+    """Return the gates of the remote tiers, by position. A gate says which blocks are written to its tier.
+    `remote_writes` replaces the configured rules."""
     residency, gates = ground.residency, {}
 
     def refuses(tier: KeyedTier, row: int) -> bool:
@@ -256,7 +254,8 @@ def make_commit(
     endurance: EnduranceAccount,
     policies: Sequence[EvictionPolicy],
 ) -> GroupCommit:
-    """Return the part that syncs writes to the durable tier, with the gate that decides what is written."""
+    """Return the component that syncs writes to the durable tier, with the gate that decides which blocks are
+    written."""
     config, residency, clock = ground.config, ground.residency, ground.clock
     lane = links.mover.lanes[links.lane(residency.mapped, residency.durable)]
     gate = WriteGate(
@@ -274,10 +273,9 @@ def make_commit(
 def make_rooms(
     ground: Ground, links: TierLinks, parts: RoomParts, commit: GroupCommit | None, gates: Mapping[int, TierGate]
 ) -> Descent:
-    """Return the rooms (slot allocation) of all tiers, and the parts that copy evicted blocks to slower ones. An
+    """Return the allocators of slots of all tiers, and the components that copy evicted blocks to slower tiers. An
     evicted block goes to the next slower tier in memory, from device memory to the mapped tier, and from the slowest
-    one in memory to NVMe or a remote tier.
-    """
+    one in memory to NVMe or a remote tier."""
     residency, mapped, in_memory = ground.residency, ground.residency.mapped, ground.residency.in_memory
     rooms: dict[int, Room] = {}
     copiers: list[Copier] = []
@@ -323,9 +321,9 @@ def make_early(
     ground: Ground, links: TierLinks, parts: RoomParts, rooms: Sequence[Room], gates: Mapping[int, TierGate],
     promoter: Promoter, absences: Absences,
 ) -> tuple[list[Sharing], list[DevicePromotion]]:  # fmt: skip
-    """Return the parts that copy used blocks before they are evicted, to remote tiers that want that and to device
-    tiers, and the parts that read blocks from NVMe straight into device memory.
-    """
+    """Return two lists of components that copy blocks although no tier evicts them: the ones that copy used blocks to
+    remote and device tiers, and the ones that read blocks from NVMe straight into device memory. `absences` records
+    which blocks a remote tier lacks."""
     residency, mapped, counters = ground.residency, ground.residency.mapped, ground.counters
     sharing, promotions = list[Sharing](), list[DevicePromotion]()
     for position, gate in gates.items():

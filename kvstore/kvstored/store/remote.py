@@ -37,11 +37,11 @@ class RemoteVerdict(Enum):
 
 
 class ComputeTimes:
-    """An estimate, for each tenant, of the time in which engines compute a block: from a get that missed it to its put.
+    """An estimate, for each tenant, of the time that engines take to compute a block: from a get that missed it to its
+    put.
 
-    Owns the misses that were not put yet, a bounded number. A put may come later than the computation ended, so the
-    estimate follows shorter times faster than longer ones.
-    """
+    A bounded number of misses wait for their puts. A put may come later than the computation ended, so the estimate
+    follows shorter times faster than longer ones."""
 
     def __init__(self) -> None:
         self._missed: OrderedDict[tuple[int, bytes], int] = OrderedDict()  # since when, oldest first
@@ -75,11 +75,9 @@ class ComputeTimes:
 class Absences:
     """A record of blocks that remote tiers said they do not have, believed for a short time.
 
-    Owns the negative answers, by tenant and key, each with the time for which it is believed: `FIRST_ABSENT_S` at
-    first, twice as long each time the answer is the same again, up to `LAST_ABSENT_S`. Invariants: an answer is never
-    used for another tenant; an answer is forgotten when this node has written the block since, or when the block was
-    deleted by order; at most `most` answers are kept, the oldest are dropped first.
-    """
+    An answer is believed for `FIRST_ABSENT_S` seconds at first, twice as long each time the same answer comes again, up
+    to `LAST_ABSENT_S`. It is never used for another tenant, and is forgotten when this node has written the block
+    since, or when the block was deleted by order. At most `most` answers are kept; the oldest are dropped first."""
 
     def __init__(self, most: int = MOST_ABSENT) -> None:
         self._most = most
@@ -109,9 +107,8 @@ class Absences:
 
 
 class AnswerTimes:
-    """A record of how long a remote tier takes to answer, late answers included. `expected_s` is the expected time,
-    `deadline_s` how long to wait.
-    """
+    """A record of how long a remote tier takes to answer questions, late answers included. `expected_s` is the expected
+    time in seconds, `deadline_s` how long to wait for an answer."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
@@ -141,14 +138,12 @@ class _Tenant:
 
 
 class RemoteValue:
-    """An estimate of whether a question to remote tiers pays: the compute time that it is expected to save, less the
-    time that it takes.
+    """An estimate of whether asking remote tiers for blocks pays: the compute time that their blocks are expected to
+    save, less the time that asking and loading take.
 
-    Owns what the questions of each tenant have found. A question that does not pay is still asked now and then, with no
-    request waiting for it, so that the daemon notices a store which begins to pay: each n-th time, where n doubles
-    after each such question that found nothing. Where `compute` has no estimate, computing a token takes
-    `saved_us_per_token`.
-    """
+    A question that does not pay is still asked now and then, with no request waiting for it, so that the daemon notices
+    a store which begins to pay: each n-th time, where n doubles after each such question that found nothing. Where
+    `compute` has no estimate, computing a token takes `saved_us_per_token` microseconds."""
 
     def __init__(self, saved_us_per_token: float = SAVED_US_PER_TOKEN, compute: ComputeTimes | None = None) -> None:
         self._compute = compute or ComputeTimes()
@@ -156,14 +151,14 @@ class RemoteValue:
         self._tenants: dict[int, _Tenant] = {}
 
     def block_bytes(self, tenant: int) -> int:
-        """Return the expected payload bytes of a block of `tenant`, 0 when none was found yet."""
+        """Return the expected payload bytes of a block of `tenant` in a remote tier, 0 when none was found there
+        yet."""
         known = self._tenants.get(tenant)
         return round(known.block_bytes) if known is not None else 0
 
     def declines(self, tenant: int, tokens: int) -> bool:
-        """Return True when `judge` would certainly answer NO for `tokens` missing tokens of `tenant`. True counts as a
-        call of `judge`; it takes a tenth of its time.
-        """
+        """Return True when `judge` would certainly answer NO to a question of `tenant` for blocks of `tokens` missing
+        tokens. A True counts as a call of `judge`; it takes a tenth of its time."""
         known = self._tenants.get(tenant)
         if known is None or tokens > known.hopeless or known.declined + 1 >= known.every:
             return False

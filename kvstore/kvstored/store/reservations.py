@@ -56,9 +56,8 @@ class Reservations:
         return reservation
 
     def add(self, reservation: Reservation, slot: Slot) -> bool:
-        """Add `slot` to `reservation`. Return False when the reservation has ended meanwhile: the slot has
-        been freed.
-        """
+        """Add `slot` to `reservation`. Return False when the reservation has ended meanwhile; then the slot has been
+        freed."""
         self._count(reservation.tenant, slot.nbytes)
         if reservation.number not in self._reservations:
             self.free(reservation.tenant, slot)
@@ -75,7 +74,8 @@ class Reservations:
         return reservation
 
     def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
-        """Return the slots at `places`, which leave the reservation. Call `used` or `free` for each of them."""
+        """Remove the slots at `places` from the reservation, and return them by place. Call `used` or `free` for each
+        of them."""
         taken = {place: reservation.slots.pop(place) for place in places}
         self.ahead_bytes -= sum(slot.nbytes for slot in taken.values()) * reservation.is_ahead
         if not reservation.slots:
@@ -100,7 +100,7 @@ class Reservations:
             self._end(reservation)
 
     def end_session(self, session_id: int) -> None:
-        """End all reservations of a client that is gone and writes no more."""
+        """End all reservations of slots of the client of session `session_id`, which is gone and writes no more."""
         for reservation in self._of(session_id):
             self._end(reservation)
 

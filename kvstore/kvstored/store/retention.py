@@ -91,9 +91,8 @@ class Retention:
         return [-1 if row >= 0 and self.is_expired(row) else row for row in rows]
 
     def make_way(self, tenant: int, key: bytes) -> bool:
-        """Remove the block `key` if it has expired, so that it can be stored again. Return False when it has, and
-        cannot be removed now.
-        """
+        """Remove the block `key` of `tenant` if it has expired, so that it can be stored again. Return False only when
+        it has expired and cannot be removed now."""
         row = self._residency.find(tenant, key)
         return row < 0 or not self.is_expired(row) or self._end(row)
 
@@ -119,9 +118,8 @@ class Retention:
                 )
 
     def hold(self, tenant: int, terms: Terms, nbytes: int) -> Callable[[], None]:
-        """Reserve the pinned bytes and the pin owner for a put that `check` allowed, on new slots of `nbytes` in all.
-        Return a function that ends this; call it once, when the blocks are stored or given up.
-        """
+        """Reserve the pinned bytes and the pin owner for a put that `check` allowed, whose new slots have `nbytes` in
+        all. Return a function that ends the reservation; call it once, when the blocks are stored or given up."""
         if not terms.pin:
             return lambda: None
 
@@ -161,9 +159,8 @@ class Retention:
                 later.note_entry(row)
 
     def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
-        """Apply the terms of a put to blocks that were stored before it, where they keep a block longer: a later
-        expiry, a higher priority, one more pin.
-        """
+        """Apply the `terms` of a put to its blocks `rows` that were stored before, where that keeps a block longer: a
+        later expiry, a higher priority, one more pin."""
         if terms == NO_TERMS:
             return
         residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)

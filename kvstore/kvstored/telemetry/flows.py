@@ -29,9 +29,8 @@ class Named(Protocol):
 
 
 class Caller(Protocol):
-    """A client as the counts need to know it. `tenant_id` is the tenant's number in the block index. `account` is the
-    user for whom the engine asks, "" if it does not say.
-    """
+    """A client whose blocks are counted. `tenant_id` is the tenant's number in the block index. `account` is the user
+    for whom the engine asks, "" if the engine does not say."""
 
     session_id: int
     client_name: str
@@ -58,9 +57,8 @@ class TierFlow:
 
 @dataclass(slots=True)
 class TenantFlow:
-    """The traffic of one tenant. `hit_blocks` were leased to it; `missed_blocks` were wanted by a lookup or get and
-    missing.
-    """
+    """The traffic of one tenant, as numbers of blocks and bytes. `hit_blocks` were leased to it; `missed_blocks` were
+    wanted by a lookup or get and were not stored."""
 
     lookups: int = 0
     hit_blocks: int = 0
@@ -121,9 +119,8 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """A request of a client that missed a block, with the reason. `key` is the first missing block, of the layer group
-    `group`; the request found `found_blocks` of `asked_blocks`. `times` counts repetitions.
-    """
+    """A client's request that missed a block, and the reason. `key` is the first missing block, of the layer group
+    `group`. The request found `found_blocks` of the `asked_blocks` that it wanted. `times` counts repetitions."""
 
     key: bytes
     cause: Cause

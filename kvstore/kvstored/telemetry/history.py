@@ -41,9 +41,8 @@ class SeriesKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The figures of all parts at one moment. `levels` go up and down, `totals` only grow; `latencies` are histograms
-    by verb.
-    """
+    """The daemon's figures at one moment. `levels` go up and down, `totals` only grow; `latencies` has a histogram of
+    request times for each verb (kind of request)."""
 
     levels: Mapping[SeriesKey, float]
     totals: Mapping[SeriesKey, int]
@@ -59,9 +58,8 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of the samples of one resolution, the oldest first. `at_ns` is the end of each sample, `span_s` its
-    length.
-    """
+    """Consecutive samples of one resolution, the oldest first. `at_ns` is the end of each sample, `span_s` its length
+    in seconds."""
 
     resolution_s: int
     at_ns: Sequence[int]
@@ -70,9 +68,8 @@ class Window:
 
 
 class History:
-    """The samples of all series, in one ring for each resolution. `started_ns` is the monotonic time when counting
-    began.
-    """
+    """The samples of all series (figures over time), in one ring for each resolution. `started_ns` is the monotonic
+    time when counting began."""
 
     def __init__(self, started_ns: int, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._rings = [_Ring(resolution, started_ns) for resolution in resolutions]
@@ -87,7 +84,7 @@ class History:
         return sum(ring.nbytes for ring in self._rings)
 
     def due(self, now_ns: int) -> bool:
-        """Return whether it is time for a new reading, for any resolution."""
+        """Return whether a new reading of the figures is due at `now_ns`, for any resolution."""
         return any(ring.due(now_ns) for ring in self._rings)
 
     def add(self, reading: Reading, now_ns: int) -> None:
@@ -96,9 +93,8 @@ class History:
                 ring.add(reading, now_ns)
 
     def window(self, resolution_s: int, since_ns: int) -> Window:
-        """Return the samples of one resolution that end after `since_ns`. Raises KeyError for a resolution that is not
-        kept.
-        """
+        """Return the samples of the resolution `resolution_s` (seconds a sample) that end after the monotonic time
+        `since_ns`. Raises KeyError for a resolution that is not kept."""
         ring = next((ring for ring in self._rings if ring.resolution.period_s == resolution_s), None)
         if ring is None:
             raise KeyError(resolution_s)

@@ -20,7 +20,7 @@ NO_COUNTS: Counts = (0,) * BUCKETS
 
 
 class Latencies:
-    """A histogram of request times for each verb."""
+    """A collection of histograms of request times, one for each verb (kind of request)."""
 
     __slots__ = ("_counts",)
 
@@ -50,9 +50,8 @@ def bucket_of(elapsed_ns: int) -> int:
 
 
 def quantile_ns(counts: Sequence[int], share: float) -> float | None:
-    """Return the time in ns below which the fraction `share` of the requests stayed, by a histogram's `counts`. Return
-    None when it has no requests.
-    """
+    """Return the time in ns below which the fraction `share` of the requests stayed. `counts` has the number of
+    requests in each bucket of a histogram. Return None when it has no requests."""
     total = sum(counts)
     if not total:
         return None

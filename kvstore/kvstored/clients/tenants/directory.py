@@ -33,9 +33,8 @@ _UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant: the owner of blocks. `digest` (16 bytes) is in block headers and in the index; `secret`, from which its
-    keys are made, never leaves the daemon.
-    """
+    """A tenant: the owner of blocks. `digest` (16 bytes) names the tenant in block headers and in the block index. The
+    keys of its blocks are made from `secret`, which never leaves the daemon."""
 
     name: str
     digest: bytes
@@ -43,9 +42,8 @@ class Tenant:
     limits: TenantSection
 
     def puts_in_place(self, put: PutSection) -> bool:
-        """Return whether this tenant's clients may write blocks directly into arenas. `put` has the daemon's
-        default.
-        """
+        """Return whether this tenant's clients may write blocks directly into arenas (instead of staging memory). `put`
+        is the section of the configuration with the default."""
         own = self.limits.put_in_place
         return put.in_place if own is None else own
 
@@ -102,7 +100,8 @@ class TenantDirectory:
             self._tenant(section)
 
     def named_entries(self, residency: Residency) -> list[Entry]:
-        """Return the entries to save: the names of fingerprints, and of tenants that have blocks in `residency`."""
+        """Return the entries to save: the names of all known fingerprints, and of the tenants that have blocks in the
+        block index `residency`."""
         numbers = {index.name: number for number, index in enumerate(residency.tenants)}
         with_blocks = (
             tenant.name for tenant in self._tenants.values()
@@ -111,7 +110,7 @@ class TenantDirectory:
         return self._names.entries(with_blocks)
 
     def know(self, entries: Iterable[Entry]) -> None:
-        """Add the names in the saved `entries`."""
+        """Add the names of fingerprints and tenants in the saved `entries`."""
         for name in self._names.know(entries):
             if name not in self._tenants and self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -120,17 +119,19 @@ class TenantDirectory:
                 self._join_family(fingerprint, number)
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
-        """Use `listed` and `default` as the configured tenants from now on. Sessions are the caller's concern."""
+        """Replace the configured tenants: `listed` are the new ones, and `default` says what happens to users that none
+        of them lists. Open sessions keep their tenant; the caller must close each session that belongs to another
+        tenant now."""
         left = {section.name for section in self.listed} - {section.name for section in listed}
         self.listed, self.default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
             self._tenant(section)
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """Return the tenant of the process `peer`: the one that lists its uid, otherwise its gid, otherwise the
-        default. Return None if it is refused; `why_refused` has the reason. An id that stands for any unmapped user or
-        group selects only a tenant with `unmapped`.
-        """
+        """Return the tenant of the process `peer`: the one that lists its user id, otherwise the one that lists its
+        group id, otherwise the default. Return None if the process is refused; `why_refused` has the reason. An id that
+        the kernel shows for any user or group outside the daemon's user namespace finds only a tenant whose setting
+        `unmapped` allows that."""
         if peer.has_no_uid:
             strangers = next((section for section in self.listed if section.unmapped), None)
             return None if strangers is None else self._callable(strangers)
@@ -151,7 +152,7 @@ class TenantDirectory:
         return known
 
     def why_refused(self, peer: Peer) -> str:
-        """Return a sentence with the reason and the remedy for a process for which `resolve` returned None."""
+        """Return a sentence that says why `resolve` returned None for the process `peer`, and what to do."""
         if peer.has_no_uid:
             what, number = "user", peer.uid
         elif peer.has_no_gid and any(peer.gid in section.gids for section in self.listed):
@@ -166,9 +167,9 @@ class TenantDirectory:
         )
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant `name` to which an operator may give a token: a listed one, or "uid-N" if unlisted users
-        are tenants. Return None if there is none, or it is closed for now.
-        """
+        """Return the tenant `name` to which an operator may give a bearer token: one that the configuration lists, or
+        "uid-N" if unlisted users are tenants. Return None if there is no tenant of this name, or it is closed because
+        its identity is not saved yet."""
         if not self.is_named(name):
             return None
         if (section := self.section(name)) is not None:
@@ -177,7 +178,7 @@ class TenantDirectory:
         return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
 
     def is_named(self, name: str) -> bool:
-        """Return whether `named` finds a tenant of this name, now or as soon as it is not closed any more."""
+        """Return whether `named` finds a tenant `name` now, or will find it as soon as it is not closed any more."""
         if (section := self.section(name)) is not None:
             return not self.keyring.is_kept(name) or self._callable(section) is not None
         return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
@@ -187,22 +188,20 @@ class TenantDirectory:
         return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
-        """Return the section of the tenant that lists the user `uid`, or None when none does."""
+        """Return the configuration's section of the tenant that lists the user id `uid`, or None when none does."""
         return next((section for section in self.listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
-        """Return whether any caller can be the tenant `name`: it is listed, or it is a user that no listed
-        tenant has.
-        """
+        """Return whether any caller can act as the tenant `name`: the configuration lists it, or it is the tenant of a
+        user whom no listed tenant has."""
         uid = uid_of(name)
         if uid is None:
             return self.section(name) is not None
         return self.default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
-        """Look up the identities of all known tenants again, after names were bound anew, and add the tenants
-        `names`.
-        """
+        """Look up the identities (from which keys are made) of all known tenants again, after names were given other
+        identities, and add the tenants `names`."""
         for name, tenant in list(self._tenants.items()):
             if self.keyring.identity_of(name) is None:
                 del self._tenants[name]
@@ -216,9 +215,8 @@ class TenantDirectory:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
 
     def remote_mode(self, digest: bytes) -> str:
-        """Return the `remote` setting of the tenant with this digest, for its blocks in remote tiers; "" if it has
-        none.
-        """
+        """Return the setting `remote` of the tenant with this `digest`, which says how its blocks are stored in remote
+        tiers. Return "" if the tenant has no such setting."""
         tenant = self.by_digest(digest)
         return tenant.limits.remote if tenant is not None else ""
 
@@ -244,7 +242,7 @@ class TenantDirectory:
         return list(self._tenants.values())
 
     def remember(self, fingerprint: Fingerprint) -> bytes:
-        """Remember `fingerprint`, so that listings can name it. Return its digest."""
+        """Remember `fingerprint`, so that listings can show its name. Return its digest."""
         digest = fingerprint.digest()
         self._names.remember(digest, fingerprint)
         number = self._fingerprint_numbers.get(digest)
@@ -253,9 +251,8 @@ class TenantDirectory:
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
-        """Return the number of a fingerprint digest, which does not change while the daemon runs. At most
-        MAX_NUMBERED_FINGERPRINTS get a number of their own; all others share one, so listings show them as one.
-        """
+        """Return the number that stands for the fingerprint `digest` while the daemon runs. At most
+        MAX_NUMBERED_FINGERPRINTS get a number of their own; all others share one, so listings show them as one."""
         number = self._fingerprint_numbers.get(digest)
         if number is None:
             number = len(self._digests)
@@ -269,20 +266,21 @@ class TenantDirectory:
         return number
 
     def family(self, fingerprint: Fingerprint | None) -> Set[int]:
-        """Return the numbers of the fingerprints with the same model name, account and shard as this one, which may
-        have been meant to be equal. The set grows when more become known. It is empty for None.
-        """
+        """Return the numbers of the known fingerprints with the same model name, account and shard as `fingerprint`; a
+        user may have meant them to be equal to it. The set grows when more become known, and is empty when
+        `fingerprint` is None."""
         return frozenset() if fingerprint is None else self._families.get(_family_of(fingerprint), frozenset())
 
     def _join_family(self, fingerprint: Fingerprint, number: int) -> None:
         self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
-        """Return the number of the fingerprint with this digest, or a number that no block has when it is not known."""
+        """Return the number of the fingerprint `digest`. If it is not known, return a number that no block has."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
-        """Return the digest of the fingerprint with this number, or zeros if no fingerprint has it alone."""
+        """Return the digest of the fingerprint with this `number`, or zeros if the number stands for none or for
+        several."""
         return self._digests[number] if number < len(self._digests) else _NO_DIGEST
 
     def fingerprint(self, digest: bytes) -> Fingerprint | None:
@@ -297,9 +295,9 @@ class TenantDirectory:
         return "" if group is None else group.kind
 
     def window_blocks(self, number: int, group_id: int) -> int:
-        """Return how many blocks before a boundary are needed to resume there, for a layer group of the fingerprint
-        with this number. 0 stands for all blocks, and for an unknown fingerprint.
-        """
+        """Return how many of the last blocks of a prefix are needed to continue a computation after it, for the layer
+        group `group_id` of the fingerprint with this `number`. The result 0 stands for all blocks, and for an unknown
+        fingerprint."""
         known = self.fingerprint(self.fingerprint_digest(number))
         group = None if known is None else known.group(group_id)
         return 0 if known is None or group is None else group.window_blocks(known.block_tokens)

@@ -37,12 +37,12 @@ failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check valu
 
 
 class Keyring:
-    """The daemon's secret and the identity of each tenant name, kept over restarts. Keys are made from the secret and
-    the identity.
+    """The daemon's secret, and the identity (a fixed name) of each tenant name, kept over restarts. The keys of a
+    tenant's blocks are made from the secret and its identity.
 
-    `dram_is_lost` and `nvme_is_lost` say that the blocks there cannot be reached any more; drop them before `settle`.
-    Raises ConfigError for a secret that is not the one of the blocks, unless `new_secret`, and OSError.
-    """
+    `dram_is_lost` and `nvme_is_lost` say that the secret does not reach the blocks there any more; drop them before
+    `settle`. The constructor raises OSError, and ConfigError for a secret that is not the one of the blocks, unless
+    `new_secret` is set."""
 
     def __init__(
         self,
@@ -87,18 +87,19 @@ class Keyring:
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
-        """Return the identity of the tenant `name`, or None if that name is itself another tenant's identity."""
+        """Return the identity of the tenant `name`. Return None if another tenant has `name` as its identity."""
         bound = self._identities.get(name)
         if bound is not None:
             return bound
         return None if name in self._names else name
 
     def holder(self, identity: str) -> str | None:
-        """Return the name that was given `identity`, other than the name that equals it, or None."""
+        """Return the tenant name that was given `identity` instead of its own name, or None if there is no such
+        name."""
         return self._names.get(identity)
 
     def bound(self) -> dict[str, str]:
-        """Return the identities of the names whose identity is not the name itself."""
+        """Return a dictionary from tenant name to identity, for the names whose identity is not the name itself."""
         return dict(self._identities)
 
     def claim(self, name: str) -> str:
@@ -112,23 +113,20 @@ class Keyring:
         return found
 
     def bind(self, name: str, identity: str) -> None:
-        """Give the tenant `name` this `identity`, and no other. Call `settle` before it is used. Raises RuntimeError if
-        another name has it.
-        """
+        """Make `identity` the identity of the tenant `name`, in place of its present one. Call `settle`, which saves
+        it, before it is used. Raises RuntimeError if another name has this identity."""
         if self._names.get(identity, name) != name:
             raise RuntimeError(f"{identity!r} is the identity of {self._names[identity]!r}")
         self.adopt(self.bound_so(name, identity))
 
     def release(self, name: str) -> None:
-        """Undo `bind`: the tenant `name` has its own name as its identity again, unless another name has that by now.
-        Call `settle` before it is used.
-        """
+        """Undo `bind`: the tenant `name` has its own name as its identity again, unless another tenant has taken that
+        meanwhile. Call `settle`, which saves it, before it is used."""
         self.adopt({other: identity for other, identity in self._identities.items() if other != name})
 
     def bound_so(self, name: str, identity: str) -> dict[str, str]:
-        """Return the result that `bound` would have if `name` alone had `identity`. Write it with `write`, then call
-        `adopt`.
-        """
+        """Return the dictionary that `bound` would return if the tenant `name`, and no other, had `identity`. Save it
+        by `write`, then call `adopt`."""
         kept = {other: its for other, its in self._identities.items() if other != name and its != identity}
         return kept if identity == name else {**kept, name: identity}
 
@@ -142,11 +140,11 @@ class Keyring:
 
     @property
     def is_settled(self) -> bool:
-        """True when the identities of all names are on the medium."""
+        """True when the identities of all tenant names are saved on the medium."""
         return self._kept == self._identities
 
     def is_kept(self, name: str) -> bool:
-        """Return whether the identity of the tenant `name` is on the medium, as far as is known."""
+        """Return whether the identity of the tenant `name` is known to be saved on the medium."""
         return not self._is_behind or self._kept.get(name) == self._identities.get(name)
 
     def settle(self) -> None:
@@ -154,10 +152,9 @@ class Keyring:
         self.write(self._identities)
 
     def begin(self) -> None:
-        """Write the identities at a start. If that fails and the secret is not new, the daemon starts all the same:
-        tenants whose identities are not on the medium are closed until `run` has written them. Raises OSError under a
-        new secret.
-        """
+        """Save the tenants' identities at the start of the daemon. If that fails and the secret is not new, the daemon
+        starts all the same: tenants whose identities are not saved are closed until `run` has saved them. Raises
+        OSError under a new secret."""
         try:
             self.settle()
         except OSError as error:
@@ -169,7 +166,8 @@ class Keyring:
             )
 
     async def run(self) -> None:
-        """Retry failed writes, for ever. Run it as a task."""
+        """Try again and again to save identities whose last write has failed. Run it as a task; it never ends by
+        itself."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._is_behind:
@@ -183,14 +181,14 @@ class Keyring:
                 log.debug("%s cannot be written: %s", self.path, error)
 
     def write(self, identities: dict[str, str]) -> None:
-        """Write `identities`, which will be adopted afterwards. It blocks. Raises OSError, and then the former file is
-        unchanged.
-        """
+        """Save `identities`, a dictionary from tenant name to identity, before they are used. It blocks the caller.
+        Raises OSError, and then the former file is unchanged."""
         with self._writing:
             self._write(identities)
 
     def require_room(self) -> None:
-        """Write the present content once more, to see that it can be written. It blocks. Raises OSError."""
+        """Write the file of identities once more with its present content, to test that it can be written. It blocks
+        the caller. Raises OSError."""
         with self._writing:
             replace_file(self.path, self._content(self._kept))
 

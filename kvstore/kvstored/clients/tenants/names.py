@@ -24,7 +24,7 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """A bounded collection of fingerprints by digest, so that people are shown names."""
+    """A bounded collection of model fingerprints by digest, from which listings take the names that people see."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[bytes, Fingerprint] = {}
@@ -42,7 +42,8 @@ class Names:
             self._nbytes += len(text)
 
     def entries(self, tenants: Iterable[str]) -> list[Entry]:
-        """Return the entries to save: one for each fingerprint, and one for each tenant name in `tenants`."""
+        """Return the entries to save: one for each fingerprint in the collection, and one for each tenant name in
+        `tenants`."""
         return [*((_TENANT + name.encode(), b"") for name in sorted(tenants)), *self._entries]
 
     def know(self, entries: Iterable[Entry]) -> list[str]:

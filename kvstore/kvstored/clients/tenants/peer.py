@@ -20,10 +20,9 @@ _UCRED = struct.Struct("3i")
 class Peer:
     """The process at the other end of a Unix socket, as the kernel described it when it connected.
 
-    `pid` is 0 if the caller is in a pid namespace that this process cannot see into. `cgroup` is "" if unknown.
-    `has_no_uid`, `has_no_gid`: the number stands for any user or group that this process's user namespace does not map.
-    `gid` is the primary group; others do not count.
-    """
+    `pid` is 0 if the process is in a pid namespace that the daemon cannot see into. `cgroup` is "" if unknown.
+    `has_no_uid` and `has_no_gid` are true if the number stands for any user or group that the daemon's user namespace
+    does not map. `gid` is the primary group; others are not known."""
 
     pid: int
     uid: int
@@ -56,9 +55,8 @@ def ourselves() -> Peer:
 
 
 def has_exited(peer: Peer) -> bool:
-    """Return whether the process `peer` has certainly exited, so that none of its mappings is left. Return False if
-    that cannot be known.
-    """
+    """Return whether the process `peer` has certainly exited, so that it maps no memory of the daemon any more. Return
+    False if that cannot be known."""
     if peer.pid <= 0:
         return False
     try:
@@ -103,9 +101,8 @@ def _pid_in_proc(pidfd: int) -> int:
 
 
 def read_cgroup(proc: Path, pid: int) -> str:
-    """Return the cgroup path of the process `pid`, read from the folder `proc`: the one that names a container in a
-    version 1 hierarchy, otherwise the unified one. Raises OSError.
-    """
+    """Return the cgroup path of the process `pid`, read from the procfs folder `proc`. If a hierarchy of cgroup version
+    1 names a container, it is the path there, otherwise the path in the unified hierarchy. Raises OSError."""
     lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
     paths = [line.split(":", 2)[2].removesuffix(" (deleted)") for line in lines if line.count(":") >= 2]
     return next((path for path in reversed(paths) if container_of(path)), paths[-1] if paths else "")

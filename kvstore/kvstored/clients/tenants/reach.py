@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class StoredAmounts:
-    """The number and bytes of blocks stored under each tenant identity, at present."""
+    """A reader of how many blocks and bytes are stored under each tenant identity at present."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -48,10 +48,9 @@ class StoredAmounts:
 
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
-    """Give listed tenants the blocks of the users they list, where the rule of this module allows that; the change is
-    on the medium when this returns. `with_tokens` are tenants that token holders can be, too. Raises OSError, with
-    names unchanged.
-    """
+    """Give each newly listed tenant that lists a single user the blocks which this user stored as an unlisted one. It
+    is not done if other callers can be that tenant; `with_tokens` are the tenants that token holders can be. The change
+    is on the medium when this returns. Raises OSError, with names unchanged."""
     keyring, stored = tenants.keyring, StoredAmounts(residency)
     before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
@@ -83,7 +82,8 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
 
 
 def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
-    """Return one sentence, with reason and remedy, for each tenant that has blocks and that no caller can be."""
+    """Return one sentence, with reason and remedy, for each tenant that has blocks although no caller can act as this
+    tenant."""
     stored = StoredAmounts(residency)
     found = []
     for tenant in tenants.all():

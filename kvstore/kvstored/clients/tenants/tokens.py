@@ -21,9 +21,8 @@ _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
 class Tokens:
-    """A table of bearer tokens: the SHA-256 digest of each and the name of its tenant. `find_tenant` returns the tenant
-    with a name, or None. `tenant_of` takes the token as the caller sent it.
-    """
+    """A table of bearer tokens: the SHA-256 digest of each token and the name of its tenant. `find_tenant(name)`
+    returns the tenant, or None. `tenant_of` finds the tenant of a token as the caller sent it."""
 
     def __init__(self, entries: list[tuple[bytes, str]], find_tenant: Callable[[str], Tenant | None]) -> None:
         self._entries = entries
@@ -48,16 +47,16 @@ class Tokens:
 def load_tokens(
     path: Path, find_tenant: Callable[[str], Tenant | None], is_tenant: Callable[[str], bool] | None = None
 ) -> Tokens:
-    """Return the tokens in the file `path`. `is_tenant(name)` returns whether `find_tenant` finds this tenant, now or
-    later. Raises ConfigError as `read_tokens` does.
-    """
+    """Return the table of bearer tokens in the file `path`. `find_tenant(name)` returns the tenant or None, and
+    `is_tenant(name)` whether `find_tenant` finds it now or later. Raises ConfigError, which names the line, if other
+    users can read the file, its form is wrong, or a tenant does not exist."""
     return Tokens(read_tokens(path, is_tenant or (lambda name: find_tenant(name) is not None)), find_tenant)
 
 
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
-    """Return the digests of tokens and the tenants' names in the file `path`. Raises ConfigError, which names the line,
-    if others can read the file, its form is wrong, or a tenant does not exist.
-    """
+    """Return pairs of a bearer token's digest and its tenant's name, from the file `path`. `is_tenant(name)` returns
+    whether a tenant exists. Raises ConfigError, which names the line, if other users can read the file, its form is
+    wrong, or a tenant does not exist."""
     entries: list[tuple[bytes, str]] = []
     seen: dict[bytes, int] = {}
     for number, line in enumerate(read_private_lines("unary.tokens_file", path), 1):
@@ -86,9 +85,8 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
 
 
 def names_in(path: Path | None) -> frozenset[str]:
-    """Return the tenant names in the tokens file `path`, before the file is checked closely; none without a file.
-    Raises ConfigError for a file that cannot be read.
-    """
+    """Return the tenant names in the tokens file `path`, without the checks of `read_tokens`. Return an empty set when
+    `path` is None. Raises ConfigError for a file that cannot be read."""
     try:
         lines = path.read_text(errors="replace").splitlines() if path is not None else []
     except OSError as error:

@@ -33,7 +33,7 @@ MIN_STAGING_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MachineSizes:
-    """The sizes of the machine that percentages and defaults of settings refer to."""
+    """The sizes of this machine, in bytes, to which percentages and defaults of settings refer."""
 
     memory_bytes: int
     state_dir: Path
@@ -41,9 +41,8 @@ class MachineSizes:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The parameters that a remote tier needs: the secret of the node or its cluster, and a function that returns a
-    tenant's setting for remote tiers by its digest ("" if it has none).
-    """
+    """The parameters that a remote tier needs: the secret of the node or its cluster, and a function from a tenant's
+    digest to its setting for remote tiers ("" if it has none)."""
 
     secret: bytes
     mode_of: Callable[[bytes], str]
@@ -51,10 +50,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Start:
-    """The parameters for opening a tier. `witness` keeps its memory over a restart; `first_arena` and `first_chunk` are
-    the first numbers for new arenas and chunks of device memory; `early_scan` is a scan of the NVMe directory that has
-    begun.
-    """
+    """The parameters for opening a tier. `witness` is notified of its memory, to keep it over a restart. `first_arena`
+    and `first_chunk` are the first numbers for new arenas and for new chunks of device memory. `early_scan` is a scan
+    of the NVMe directory that has begun."""
 
     witness: ChunkWitness | None = None
     first_arena: int = 1
@@ -65,9 +63,8 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """The settings of one tier, of any kind. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it,
-    and when.
-    """
+    """The settings of one tier, of any kind. `policy`, `ttl_s` (seconds without a use) and `keep_worth` (least expected
+    uses an hour) decide which blocks leave the tier, and when."""
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
@@ -88,10 +85,11 @@ class TierSection(ABC):
     @classmethod
     @abstractmethod
     def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
-        """Return a section made from `table`, which has every key of this kind of tier. Raises ConfigError."""
+        """Return the settings of the tier `name` made from `table`, which has every key of this kind of tier. `machine`
+        has the sizes for percentages. Raises ConfigError."""
 
     def check(self, machine: MachineSizes) -> None:
-        """Check the settings against the sizes of the machine. Raises ConfigError for impossible values."""
+        """Check these settings against the sizes of `machine`. Raises ConfigError for impossible values."""
         need(
             self.policy not in FOR_STUDIES,
             f"{self.name}.policy: {self.policy!r} is for studies (kvstored simulate --policy {self.policy}); "
@@ -102,12 +100,13 @@ class TierSection(ABC):
 
     @abstractmethod
     def open(self, start: Start) -> Tier:
-        """Open the tier with these settings. The caller closes it. Raises the errors of the tier's class."""
+        """Open the tier with these settings and return it; the caller closes it. Raises the errors of the tier's
+        class."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """The place of the tier's blocks, as a text for listings."""
+        """The directory, device or address where the tier's blocks are, as a text for listings."""
 
     def _need_amount(self, key: str, value: float, unit: str) -> None:
         need(
@@ -162,16 +161,16 @@ class CodedSection(TierSection):
 
 
 def coding_of(codec: str, staging_bytes: int) -> Coding:
-    """Return the form that blocks have in a tier with the codec `codec` and `staging_bytes` of memory for encoding."""
+    """Return the form that blocks have in a tier: the compression `codec`, with `staging_bytes` of memory for
+    encoding."""
     from kvstore_tiers.base import UNCODED, Coding
 
     return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:
-    """Return the size in bytes of an arena or slab (`key`) of the tier `name`. For "auto" it is a small part of
-    `capacity_bytes`, so that a block of a new size takes little of the tier. Raises ConfigError.
-    """
+    """Return the size in bytes of one arena or slab of the tier `name`: the value of `key` in `table`. For "auto" it is
+    a small part of `capacity_bytes`, so that a block of a new size takes little of the tier. Raises ConfigError."""
     if table[key] != AUTO:
         nbytes = size(name, table, key)
         need(nbytes >= MIN_CONTAINER_BYTES, f"{name}.{key} must be at least 1MiB")

@@ -27,9 +27,8 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSection(TierSection):
-    """The settings of a tier in DRAM that clients map. Its blocks are lost when the daemon ends, unless a restart keeps
-    them.
-    """
+    """The settings of the tier in DRAM that clients map. Its blocks are lost when the daemon ends, unless the setting
+    for warm restart keeps them."""
 
     KIND: ClassVar[str] = "shared"
 
@@ -100,9 +99,8 @@ class SharedSection(TierSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection(CodedSection):
-    """The settings of a tier in memory that clients do not map, such as slower memory. `numa_node` -1: wherever the
-    system puts it.
-    """
+    """The settings of a tier in memory that clients do not map, such as slower memory. `numa_node` is the NUMA node of
+    the memory; -1 leaves the choice to the system."""
 
     KIND: ClassVar[str] = "memory"
     MOST: ClassVar[int] = 4

@@ -28,13 +28,12 @@ LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
-    """The settings of a tier in a GPU's memory. `device` is counted from 0, as the CUDA driver counts. `admission` says
-    which blocks get a copy in a tier before the host's.
+    """The settings of a tier in a GPU's memory. `device` is the GPU's number, counted from 0 as by the CUDA driver.
+    `admission` says which blocks get a copy in a tier that is before the host's tier.
 
-    `rate_bytes` bounds copies that no request waits for, in bytes a second; None: `LINK_SHARE` of the link's observed
-    speed, 0: no limit. `verify`: check copied blocks on the device. `from_nvme` is how a tier before the host's gets
-    blocks that only NVMe has, past DRAM. `register_host`: register DRAM with the device, which then copies it in place.
-    """
+    `rate_bytes` bounds copies that no request waits for, in bytes a second; None means `LINK_SHARE` of the link's
+    observed speed, 0 no limit. `verify` has copied blocks checked on the device. `from_nvme` says how a tier before the
+    host's gets blocks that only NVMe has. `register_host` lets the device copy DRAM without a copy in between."""
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
@@ -87,9 +86,8 @@ class GpuSection(TierSection):
         super().check(machine)
 
     def open(self, start: Start) -> GpuTier:
-        """Open the tier, empty, and wait for its worker process. Raises ConfigError if there is no such device or no
-        driver.
-        """
+        """Open the tier, empty, and wait until its worker process is ready. Raises ConfigError if there is no such
+        device or no driver."""
         from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 

@@ -22,7 +22,8 @@ MAX_QUARANTINE_SLOTS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSection(CodedSection):
-    """The settings of the NVMe tier. `admission` and the fields `endurance_…` decide which blocks may be written."""
+    """The settings of the NVMe tier. `admission` and the fields `endurance_…` decide which blocks may be written there,
+    so that the drive lasts."""
 
     KIND: ClassVar[str] = "nvme"
     CHOOSES_CODECS: ClassVar[bool] = True

@@ -31,11 +31,10 @@ _LINE = re.compile(r"([a-z_]+)\s*=\s*(\S.*?)\s*\Z")
 @dataclass(frozen=True, kw_only=True)
 class RemoteSection(TierSection):
     """The settings of a tier on a remote store. `capacity_bytes` bounds the blocks in the store that this node keeps in
-    its index.
+    its block index.
 
     `share`, `admission` and `rate_bytes` say which blocks are written there, and how fast (bytes a second; 0 is no
-    limit). `exchange_bytes` is memory shared with the worker process.
-    """
+    limit). `exchange_bytes` is the size of the memory shared with the worker process that talks to the store."""
 
     KIND: ClassVar[str] = "remote"
     MOST: ClassVar[int] = 2

@@ -20,9 +20,8 @@ SLICE_ROWS = 4096  # looked through in one piece
 
 
 class DeviceScrubber:
-    """A scrubber of device memory that clients may import: it verifies all copies there from time to time. Run `run` as
-    a task.
-    """
+    """A scrubber of GPU memory that clients may import: it verifies the checksums of all block copies there from time
+    to time. Run `run` as a task."""
 
     def __init__(self, store: Store) -> None:
         self._settings = store.config.scrub

@@ -34,9 +34,8 @@ ENDING_S = 5.0
 
 @dataclass
 class ScrubReport:
-    """A report on the scrubber, for operators. `state` is off, starting, waiting, reading or failed. Times are
-    wall-clock seconds, 0 for never.
-    """
+    """A report on the scrubber (the background check of NVMe) for operators. `state` is off, starting, waiting, reading
+    or failed. Times are wall-clock seconds, 0 for never."""
 
     state: str = "off"
     pid: int = 0
@@ -51,18 +50,16 @@ class ScrubReport:
 
 
 class Verification:
-    """The verification of single blocks on NVMe through the daemon's own read path, at the priority of maintenance. It
-    needs a buffer of one block for that time. Invariant: the row is pinned while its slot is read, so the answer is
-    about that very block.
-    """
+    """A component that verifies single blocks on NVMe through the daemon's own read path, at the lowest priority. It
+    needs a buffer of one block for that time. The row is pinned while its slot is read, so the answer is about that
+    very block."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def verify(self, row: int) -> Outcome | None:
-        """Read and verify the NVMe copy of the block at `row`. Return the outcome, or None if it cannot be judged now.
-        A damaged copy is out of service afterwards.
-        """
+        """Read and verify the NVMe copy of the block at `row`. Return the outcome, or None if the copy cannot be read
+        now. A damaged copy is not used any more afterwards."""
         residency, nvme, breaker = self._store.residency, self._store.nvme, self._store.breaker
         if nvme is None or breaker is None or not breaker.serves_reads:
             return None
@@ -101,9 +98,8 @@ class Verification:
 
 
 class ScrubPositionStore(Protocol):
-    """A keeper of the scrubber's position over restarts. `scrub` is the position as JSON, or None; the event
-    `was_tried` is set when reading it has been tried.
-    """
+    """A keeper of the scrubber's position over restarts. `scrub` is the position as JSON, None if there is none. The
+    event `was_tried` is set when the daemon has tried to read the saved one."""
 
     scrub: bytes | None
     was_tried: asyncio.Event
@@ -123,9 +119,8 @@ class Scrubber:
         self.report = ScrubReport("starting")
 
     async def run(self) -> None:
-        """Run the scrubber's process, from the saved position on. It is started again when it dies, but not
-        too often.
-        """
+        """Run the scrubber's process, which begins at the saved position. When the process dies it is started again, at
+        most a few times an hour."""
         await asyncio.sleep(self._store.config.scrub.start_s)
         await self._place.was_tried.wait()
         self.report.last_pass_s = position_of(self._place.scrub or b"").last_pass_s

@@ -36,7 +36,8 @@ _RECORDS_A_READ = 4096
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A slot whose bytes differ from its live record, or whose record is damaged (then `key` is empty)."""
+    """A slot that may be damaged: its bytes differ from its record, or the record itself is damaged (then `key` is
+    empty)."""
 
     slab: int
     slot: int
@@ -59,9 +60,8 @@ class SlotReading:
 
 
 class SlabReader:
-    """A reader of the live slots of one slab file, while the daemon may write to it. `wait(nbytes)` is called before
-    each read, and may sleep.
-    """
+    """A reader of the used slots of one slab file, while the daemon may write to the file. `wait(nbytes)` is called
+    before each read, and may sleep."""
 
     def __init__(self, path: Path, number: int, wait: Callable[[int], None]) -> None:
         self._path = path
@@ -70,9 +70,8 @@ class SlabReader:
         self._buffer = AlignedBuffer(0)
 
     def readings(self, first: int) -> Iterator[SlotReading]:
-        """Yield a reading of every live slot from the number `first` on; none if the file is gone or has no superblock
-        now.
-        """
+        """Read every used slot from the slot number `first` on, and yield the result for each. Yield nothing if the
+        file is gone or has no superblock now."""
         with suppress(FileNotFoundError, DirectoryError):
             superblock = find_superblock(self._path)
             if isinstance(superblock, str):

@@ -35,14 +35,14 @@ _END = 2**63  # above every number that is meant
 
 
 class Pace:
-    """A limit of `rate_bytes` a second on reads. After a larger slot the wait is longer."""
+    """A limit of `rate_bytes` bytes a second on reads. After a large read the next one waits longer."""
 
     def __init__(self, rate_bytes: int) -> None:
         self._rate_bytes = rate_bytes
         self._free_at_s = 0.0
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Count `nbytes` that are about to be read at `now_s`. Return how many seconds to wait before."""
+        """Count a read of `nbytes` that is about to begin at `now_s`. Return how many seconds to wait before it."""
         start_s = max(now_s, self._free_at_s)
         self._free_at_s = start_s + nbytes / self._rate_bytes
         return start_s - now_s
@@ -50,9 +50,9 @@ class Pace:
 
 @dataclass
 class Position:
-    """The scrubber's position: the next slot (`slab`, `slot`), and when passes began and ended, in wall-clock seconds,
-    0 for never. It is kept over restarts. Losing it costs a pass from the front, so any odd value counts as lost.
-    """
+    """The scrubber's position: the next slot to read (`slab`, `slot`), and when passes over all slabs began and ended,
+    in wall-clock seconds, 0 for never. It is kept over restarts. A position with odd values is replaced by the start of
+    a pass."""
 
     slab: int = 0
     slot: int = 0
@@ -63,7 +63,8 @@ class Position:
     last_pass_began_s: float = 0.0
 
     def due_in_s(self, interval_s: float, now_s: float) -> float:
-        """Return in how many seconds a pass should begin; 0 if one is under way, or the clock was set back."""
+        """Return in how many seconds the next pass over all slabs should begin, if passes begin every `interval_s`
+        seconds. Return 0 if a pass is under way, or the clock was set back."""
         if self.pass_began_s:
             return 0.0
         waited_s = now_s - self.last_pass_began_s
@@ -104,7 +105,8 @@ class ScrubSettings:
 
 
 class ScrubWorker:
-    """The passes of the scrubber's process over all slabs, until InputClosed is raised."""
+    """The main loop of the scrubber's process: it reads all slabs again and again, until the daemon closes the
+    process's standard input."""
 
     def __init__(self, settings: ScrubSettings) -> None:
         self._slabs = Path(settings.directory) / "slabs"

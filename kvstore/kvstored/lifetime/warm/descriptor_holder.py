@@ -66,22 +66,23 @@ class DescriptorHolder(ABC):
 
     @abstractmethod
     def close(self, *, forget: bool) -> None:
-        """End the connection to the other process, as the daemon ends. With `forget` it keeps nothing."""
+        """End the connection to the process that keeps the descriptors, as the daemon ends. With `forget`, that process
+        keeps nothing."""
 
     def reopen(self) -> None:  # noqa: B027  # a service manager is never lost
-        """Connect to a new process after `lost` was set; it keeps nothing yet. Raises HolderError."""
+        """Connect to a new process after the event `lost` was set, since the old one has gone. The new one has no
+        descriptors yet. Raises HolderError."""
 
     def keep(self, name: str, descriptor: int) -> bool:
-        """Keep a copy of `descriptor` under `name`. Return whether it is kept now; if not, `retry` tries again. The
-        caller's descriptor stays open.
-        """
+        """Have the other process keep a copy of `descriptor` under `name`. Return whether it does now; if not, `retry`
+        tries again. The caller's descriptor stays open."""
         return self._try(name, descriptor)
 
     def drop(self, name: str) -> None:
         self._try(name, -1)
 
     def retry(self) -> list[str]:
-        """Send the descriptors that could not be sent before. Return the names that are kept now."""
+        """Send the descriptors that could not be sent before. Return the names that the other process keeps now."""
         with self._sending:
             done: list[str] = []
             keeps = [wanted for wanted in self._wanted.items() if wanted[1] >= 0]
@@ -97,9 +98,8 @@ class DescriptorHolder(ABC):
             return done
 
     def settle(self) -> list[str]:
-        """Do `retry` for two seconds at most, until nothing is left that the other process would take, since the daemon
-        is about to end. Return the names that are kept now.
-        """
+        """Send the waiting descriptors for two seconds at most, or until the other process takes no more of them, since
+        the daemon is about to end. Return the names that are kept now."""
         done = self.retry()
         give_up_s = time.monotonic() + _SETTLE_S
         while self.is_behind and time.monotonic() < give_up_s:

@@ -39,9 +39,8 @@ class _Absent:
 
 class FormerClients:
     """The clients of the daemon's former process that may still read its memory. Call `restore` once, before any client
-    is served. Set `keeps_leases` when the daemon stops: a client that leaves from then on may get its leases back from
-    the next process.
-    """
+    is served. Set `keeps_leases` when the daemon stops: a client that leaves after that may get its leases back from
+    the next process."""
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger
@@ -59,9 +58,8 @@ class FormerClients:
         return self._ledger.epoch
 
     def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
-        """Make the leases of the former process valid again until `expires_ns`, also over slots whose block is gone;
-        such slots without a reader are freed. `adopted` is the memory that was taken over.
-        """
+        """Make the leases of the former process valid again until `expires_ns` (monotonic), also leases over slots
+        whose block is gone. Free such slots that no lease covers. `adopted` is the memory that was taken over."""
         for former in self._ledger.sessions():
             pidfd = _watch(former)
             if pidfd is None:
@@ -80,9 +78,8 @@ class FormerClients:
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
     def arrived(self, session: ClientSession, token: bytes) -> list[int]:
-        """Note that a client connects. If `token` is a token of a former session, `session` gets that session's number.
-        Return the numbers of the leases that it has again.
-        """
+        """Note that the client of `session` connects. If `token` is a session token of the former process, `session`
+        gets the number that the client's session had. Return the numbers of the leases that the client has again."""
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
         start = start_ticks(session.peer.pid) or 0
@@ -100,7 +97,8 @@ class FormerClients:
         self._ledger.close_session(session.session_id)
 
     def close(self) -> None:
-        """Stop watching the former clients. Clients that still exist stay in the ledger, for the next process."""
+        """Stop watching the former clients. Clients that still exist stay in the ledger (the record for the next
+        process)."""
         for absent in list(self._absent.values()):
             self._no_longer_absent(absent)
 

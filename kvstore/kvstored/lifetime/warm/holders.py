@@ -42,9 +42,8 @@ _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it
 
 
 class ProcessHolder(DescriptorHolder):
-    """The keeping of descriptors in a process of `kvstored.lifetime.holder`, which is started if none answers at its
-    socket. With `service`, the name of its socket, it runs as a service of its own and is never started here.
-    """
+    """A keeper of descriptors in another process, which runs `kvstored.lifetime.holder` and is started if none answers
+    at its socket. With `service`, the name of its socket, it is a service of its own and is never started here."""
 
     name = "holder"
 
@@ -233,9 +232,8 @@ def _holder_limit() -> int:
 
 
 class SystemdHolder(DescriptorHolder):
-    """The keeping of descriptors in systemd's store: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET, and
-    $LISTEN_FDS at the start. See sd_pid_notify_with_fds(3).
-    """
+    """A keeper of descriptors in systemd's descriptor store: it sends them by FDSTORE=1 and FDNAME on $NOTIFY_SOCKET,
+    and gets them back in $LISTEN_FDS at the start. See sd_pid_notify_with_fds(3)."""
 
     name = "systemd"
 
@@ -273,9 +271,8 @@ class SystemdHolder(DescriptorHolder):
 
 
 def dismiss_others(holder: DescriptorHolder | None, state_dir: Path) -> None:
-    """Free the memory that an earlier daemon left with a keeper of descriptors other than `holder`, which this one
-    uses.
-    """
+    """Free the memory that an earlier daemon left with any other keeper of descriptors than `holder`, which this daemon
+    uses."""
     if not isinstance(holder, SystemdHolder):
         for name, descriptor in stored_descriptors().items():
             empty_memory(descriptor)

@@ -66,7 +66,8 @@ Place = tuple[int, int]
 
 
 class ForeignLedger(ValueError):
-    """An error: the ledger that was kept cannot be used. The message says why."""
+    """An error: the kept ledger (the former daemon's record of its memory and clients) cannot be used. The message says
+    why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,8 @@ class FormerLease:
 
 @dataclass(frozen=True, slots=True)
 class FormerSession:
-    """A client of the former process, as the ledger has it. `tokens` are the session tokens by which it may name
-    itself.
-    """
+    """A client's session with the former process of the daemon, read from the ledger. `tokens` are the session tokens
+    by which the client may name it."""
 
     session_id: int
     pid: int
@@ -154,11 +154,12 @@ class Ledger:
         return [ArenaRecord(number, nbytes, owner.hex(), *rest) for number, nbytes, owner, *rest in sorted(found)]
 
     def number_taken(self, number: int) -> None:
-        """Note that an arena has this number, so that no later one gets it."""
+        """Note that an arena has this `number`, so that no later arena gets the same one."""
         self._raise_counter(_counter_of(number), number + 1)
 
     def add_arena(self, record: ArenaRecord) -> bool:
-        """Enter an arena. Return False if there is no row left, or no tenant owns it."""
+        """Enter the arena that `record` describes. Return False if the ledger has no row left, or no tenant owns the
+        arena."""
         self.number_taken(record.number)
         if not self._free_arenas or len(record.owner) != 32:
             return False
@@ -207,10 +208,9 @@ class Ledger:
     def open_session(
         self, session_id: int, pid: int, start_ticks: int, token: bytes, former: bytes = bytes(16)
     ) -> None:
-        """Enter a session of the process `pid` that started at `start_ticks`. If a former client reconnects, its
-        session keeps its number and gets the new `token`; `former` is the token that it named, which stays valid until
-        it has received the new one.
-        """
+        """Enter the session `session_id` of the process `pid`, which started at `start_ticks`. If a client of the
+        former process reconnects, its session keeps its number and gets the new `token`; `former` is the token that the
+        client named, which stays valid until it has received the new one."""
         self._raise_counter(_LAST_SESSION, session_id)
         memory, at = self._memory, self._row_of_session.get(session_id)
         if at is None:

@@ -28,10 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """The daemon's DRAM and the part of device memory that a restart keeps. Call, in this order: `open`,
-    `charge_beside`, `adopt`, `restore_clients`, `close`. `warm` keeps memory over a restart, None where nothing does.
-    `is_forgotten`: at the end nothing is left for a next process.
-    """
+    """The daemon's DRAM, and the part of device memory that is kept over a restart. Call, in this order: `open`,
+    `charge_beside`, `adopt`, `restore_clients`, `close`. `warm` is the part that keeps memory over a restart, None if
+    it is off. If `is_forgotten` is true, no memory is left for a next process at the end."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -41,9 +40,8 @@ class NodeMemory:
         self.is_forgotten = False
 
     def open(self, *, forget: bool) -> HostTier:
-        """Open the DRAM tier and return it. `forget`: free the blocks that a former process left. Raises HolderError,
-        and ValueError for a capacity that is too small.
-        """
+        """Open the DRAM tier and return it. With `forget`, free the blocks that a former process left. Raises
+        HolderError, and ValueError for a capacity that is too small."""
         host = self._config.host
         warm = self.warm = open_warm(host, self._config.daemon.state_dir, forget=forget)
         tier = self._host = host.open(Start() if warm is None else Start(warm, warm.ledger.next_arena))
@@ -73,9 +71,9 @@ class NodeMemory:
         return self.warm.ledger.last_session_id if self.warm is not None else 0
 
     def start_of_device(self, start: Start, first_chunk: int) -> Start:
-        """Return `start` with the first number for chunks of device memory, in the range that begins at `first_chunk`,
-        and with the part that keeps such memory over a restart, if there is one.
-        """
+        """Return a copy of `start`, the parameters for opening a tier, for a tier of device memory. The copy has the
+        first unused number for chunks of its memory, at or above `first_chunk`, and the part that keeps such memory
+        over a restart, if there is one."""
         if self.warm is None:
             return replace(start, first_chunk=first_chunk)
         return replace(start, first_chunk=self.warm.ledger.next_chunk(first_chunk), witness=self.warm)
@@ -93,16 +91,14 @@ class NodeMemory:
             )  # fmt: skip
 
     def settle(self) -> None:
-        """Send all descriptors that are not kept yet to their keeper, since tiers of device memory are about
-        to close.
-        """
+        """Send all descriptors of memory that are not kept yet to the process that keeps them, since tiers of device
+        memory are about to close."""
         if self.warm is not None:
             self.warm.settle()
 
     def restore_clients(self, store: Store, clock: Clock) -> FormerClients | None:
-        """Return the clients of the former process, with their leases on blocks that were taken over; None without warm
-        restart. The caller closes them.
-        """
+        """Return the clients of the former process, with their leases on blocks that were taken over. Return None if
+        memory is not kept over a restart. The caller closes the result."""
         if self.warm is None:
             return None
         former = FormerClients(self.warm.ledger, store.leases, store.counters)
@@ -125,9 +121,8 @@ class NodeMemory:
         return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:
-        """Close the DRAM tier. Memory that is kept stays unchanged, with its blocks. `has_served`: the daemon has
-        served clients.
-        """
+        """Close the DRAM tier. Memory that is kept for a next process stays unchanged, with its blocks. `has_served`
+        says whether the daemon has served clients."""
         host, warm = self._host, self.warm
         if warm is None:
             if host is not None:

@@ -61,9 +61,8 @@ Place = tuple[int, int]
 @dataclass(slots=True)
 class Adopted:
     """The memory that was taken over from the former process. `rows` maps each place (container and offset) to the row
-    of its block. `retired` has slots whose blocks are gone but may be read, with their tenants. `containers` are the
-    arenas and chunks taken over.
-    """
+    of the block there. `retired` has slots whose blocks are gone but which clients may still read, with the tenant of
+    each. `containers` are the arenas and chunks taken over."""
 
     rows: dict[Place, int] = field(default_factory=dict)
     retired: dict[Place, tuple[Slot, int]] = field(default_factory=dict)
@@ -185,16 +184,14 @@ class WarmRestart:
                 self.holder.keep(_worker_name(process), pidfd)
 
     def settle(self) -> None:
-        """Send all descriptors that are not kept yet to their keeper, since the DRAM tier is about to give up its
-        arenas.
-        """
+        """Send all descriptors of memory that are not kept yet to the process that keeps them, since the DRAM tier is
+        about to give up its arenas."""
         for name in self.holder.settle():
             self._list(name)
 
     def close(self, *, forget: bool) -> None:
-        """Close the connection to the keeper, after the DRAM tier has given up its arenas. With `forget` nothing is
-        kept for a next process.
-        """
+        """Close the connection to the process that keeps the descriptors, after the DRAM tier has given up its arenas.
+        With `forget`, no memory is kept for a next process."""
         if forget:
             self.holder.drop(LEDGER_NAME)
             for number in [each for each in self._arenas if each >= DEVICE_ARENAS]:  # their tiers left them
@@ -270,11 +267,11 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """Return the warm restart that the setting `host.warm_restart` asks for, or None if it is off. With `forget` the
-    former process's memory is freed. Raises HolderError.
+    """Return the part that keeps memory over a restart, as the setting `host.warm_restart` asks for, or None if it is
+    off. With `forget`, the former process's memory is freed. Raises HolderError.
 
-    Memory that a former process left with another holder, or in a form that this one cannot use, is freed.
-    """
+    Memory that a former process left with another keeper of descriptors, or in a form that this one cannot use, is
+    freed."""
     mode = host.warm_restart
     if host.sealed and mode != "off":
         if mode != "auto":

@@ -84,7 +84,8 @@ class Verbs:
         self.store_inline = self._puts.store_inline
 
     def undelivered(self, session: ClientSession, reply: pb.Response) -> None:
-        """Take back what `reply` granted (a lease or reserved slots), since it could not be sent."""
+        """Take back what `reply` granted to the client of `session` (a lease or reserved slots), since it could not be
+        sent."""
         if reply.HasField("acquire"):
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):

@@ -30,9 +30,8 @@ NAMES_A_SLICE = 64  # 0.6 ms where the name has 4096 bytes
 @dataclass(frozen=True)
 class NamedBlocks:
     """The blocks that a unary request names. `tokens` has the packed token ids of each block, empty if the caller gave
-    keys; `extras` has 16 bytes for each. `are_given`: the caller gave the keys themselves, so it can read the blocks
-    but not put them.
-    """
+    keys. `extras` has 16 bytes for each block that distinguish blocks of equal tokens. `are_given` is true if the
+    caller gave the keys themselves; then it can read the blocks but not put them."""
 
     group: int
     keys: list[bytes]

@@ -58,9 +58,8 @@ class PutVerb:
         self._default_mode = store.config.durability.mode  # of tenants that have none of their own
 
     async def lend(self, session: ClientSession) -> pb.LendReply:
-        """Lend the client its staging memory under a new number, after all puts that read it have ended. The loan is 0
-        for a client without staging.
-        """
+        """Lend the client of `session` its staging memory (from which it puts blocks) under a new number, after all
+        puts that read the memory have ended. The number is 0 for a client without staging memory."""
         if session.staging is None:
             return pb.LendReply()
         session.loan += 1  # first, so that nothing new begins under the old one
@@ -211,7 +210,7 @@ class PutVerb:
         )
 
     def undo(self, session: ClientSession, reply: pb.ReserveSlotsReply) -> None:
-        """Free the reserved slots in `reply`, which could not be sent."""
+        """Free the reserved slots that `reply` names, since it could not be sent to the client of `session`."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:

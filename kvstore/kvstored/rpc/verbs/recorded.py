@@ -45,9 +45,8 @@ _OFFERED = (
 
 
 class RecordedVerbs(Verbs):
-    """The handlers of clients' requests with a recorder: `verbs` answers, and each lookup, acquire, store and hint is
-    recorded.
-    """
+    """A wrapper around `verbs`, the handlers of clients' requests: it passes each request on, and records each lookup,
+    acquire, store and hint."""
 
     def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock) -> None:
         self._verbs = verbs

@@ -19,7 +19,7 @@ def check_keys(packed: bytes, max_keys: int) -> None:
 
 
 def check_parent(parent: bytes) -> None:
-    """Check that `parent`, the field of a key set, is one key or empty."""
+    """Check that `parent` is one key of 16 bytes, or empty. Raises KVStoreError."""
     if len(parent) not in (0, KEY_BYTES):
         raise KVStoreError(ErrorKind.INVALID, f"parent is a key of {KEY_BYTES} bytes or empty, got {len(parent)} bytes")
 
@@ -50,9 +50,8 @@ def known_group(session: ClientSession, group_id: int) -> None:
 
 
 def payload_size(session: ClientSession, group_id: int, payload_bytes: int, max_block_bytes: int) -> None:
-    """Check `payload_bytes`, the size of a block of the layer group: the fixed size if the fingerprint has one, and at
-    most `max_block_bytes`. Raises KVStoreError.
-    """
+    """Check `payload_bytes`, the payload size of a block of the layer group `group_id`: it must be the size in the
+    session's fingerprint if that fixes one, and at most `max_block_bytes`. Raises KVStoreError."""
     expected = session.fingerprint.payload_bytes(group_id)
     if payload_bytes <= 0:
         raise KVStoreError(ErrorKind.INVALID, "payload_bytes must be more than 0")

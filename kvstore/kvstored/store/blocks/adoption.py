@@ -30,9 +30,8 @@ Column = npt.NDArray[Any]
 
 
 def keep(residency: Residency, rows: Column, kept: Column, now_ns: int, wall_ns: int) -> None:
-    """Give each of `rows` the expiry and the priority that its word in `kept`, read from the block's header, encodes; a
-    word of 0 sets neither. A block that expired while no daemon ran counts as expired now.
-    """
+    """Set the expiry and the priority of the blocks at `rows` from `kept`: for each block a word of its header that
+    encodes both; a word of 0 sets neither. A block that expired while no daemon ran counts as expired now."""
     rows, words = rows[kept != 0], kept[kept != 0]
     columns, expires_s = residency.rows.optional, (words & np.uint64(_EXPIRY_MASK)).astype(np.int64)
     ends = np.flatnonzero(expires_s)
@@ -44,10 +43,9 @@ def keep(residency: Residency, rows: Column, kept: Column, now_ns: int, wall_ns:
 
 def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[RowKind], now_ns: int) -> list[int]:
     """Enter all `blocks` into the index as readable in `tier`, as `insert` and `attach` would do one by one, but some
-    hundred times as fast. Entry i of `kinds` is the row kind of `blocks.origins[i]`. Return the positions in `blocks`
-    that were left out and must be inserted one by one: a key that has a row already, or a block that is no deeper than
-    its parent, which may close a cycle.
-    """
+    hundred times as fast. Entry i of `kinds` is the row kind (tenant, fingerprint and layer group) of
+    `blocks.origins[i]`. Return the positions in `blocks` that were left out and must be inserted one by one: a key that
+    has a row already, or a block that is no deeper than its parent, which may close a cycle."""
     residency.changes += 1
     fits = np.ones(len(blocks), dtype=bool)
     fits[_known(residency, blocks, kinds)] = False

@@ -54,14 +54,13 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> int:
-        """Return a row for the block `key`, which has no copies yet. Call `attach` next to give it one, or
-        `forget_empty` to end it.
+        """Return a row of the block index for the block `key` at `depth` in its chain; it has no copies yet. Call
+        `attach` next to give it one, or `forget_empty` to end it.
 
-        `parent_key` is 16 zero bytes for the first block of a chain; a parent that is not stored becomes a placeholder.
-        The row starts with the access count that is remembered of a removed block; the new storing counts as an access
-        only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor, RuntimeError when
-        the block is readable or being filled already.
-        """
+        `parent_key` is 16 zero bytes for the first block of a chain; a parent that is not stored gets a row as a
+        placeholder. If the block was stored and removed before, its former number of uses is its first count. Raises
+        CyclicChainError for a block that would be its own ancestor, RuntimeError when the block is readable or being
+        filled already."""
         index = self._view.tenants[tenant]
         self._view.changes += 1
         if key == parent_key:
@@ -152,9 +151,8 @@ class Arrival:
         return found
 
     def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
-        """Give the block at `row` a copy in `tier`, at `slot`. It is readable at once; with `filling`, only after
-        `publish`.
-        """
+        """Give the block at `row` a copy in `tier`, in `slot`. The copy is readable at once; with `filling`, only after
+        a call of `publish`."""
         copies = self._view.copies[tier]
         self._view.changes += 1
         if self._view.rows.keys[row] is None:
@@ -199,9 +197,9 @@ class Arrival:
             self._view.exactness.note(row, tier, error)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
-        """Let the readable copy in `tier` be at `slot`, to which the caller has copied its bytes. Return the former
-        slot. Raises RuntimeError for a copy that is not readable, or a slot of another size.
-        """
+        """Note that the readable copy of the block at `row` in `tier` is in `slot` now, to which the caller has copied
+        its bytes. Return the former slot. Raises RuntimeError for a copy that is not readable, or a slot of another
+        size."""
         copies = self._view.copies[tier]
         left = self._view.slot(row, tier)
         if copies.state[row] != _STORED or left.nbytes != slot.nbytes:
@@ -211,9 +209,8 @@ class Arrival:
         return left
 
     def kind_number(self, kind: tuple[int, int, int]) -> int:
-        """Return the number of the row kind `kind`, a tuple of tenant, fingerprint and layer group. A kind that was not
-        seen before gets the next number.
-        """
+        """Return the number of the row kind `kind`, a tuple of tenant, fingerprint and layer group that a block belongs
+        to. A kind that was not seen before gets the next number."""
         number = self._kind_numbers.get(kind)
         if number is None:
             number = self._kind_numbers[kind] = len(self._view.kinds)
@@ -223,7 +220,8 @@ class Arrival:
         return number
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
-        """Notify the listeners that the blocks `rows` have come to `tier`, all at once, when the daemon started."""
+        """Notify the listeners that the blocks `rows`, which an earlier process stored, have been entered in `tier` at
+        the start of the daemon."""
         listener, is_followed = self._listeners.by_tier[tier], self._listeners.is_followed
         if isinstance(listener, NullListener) and not is_followed:
             return

@@ -23,7 +23,8 @@ _COPY_STEP_ROWS = 2**16  # copied between two pauses: about 0.1 ms
 
 
 def check(residency: ResidencyView) -> list[str]:
-    """Check the whole block index, and return the broken invariants in words. The list is empty when all hold."""
+    """Check the whole block index, and return the faults (broken invariants) in words. The list is empty when there is
+    none."""
     walk = TreeCheck(residency, bulk_keys=True)
     for _ in walk.walk_in_steps():
         pass
@@ -32,9 +33,8 @@ def check(residency: ResidencyView) -> list[str]:
 
 class TreeCheck:
     """A check of the block index that runs in steps. `walk_in_steps` may be paused after each step, as long as nothing
-    changes the index before it continues. Afterwards call `shared`, in any thread. `bulk_keys`: also look up the keys
-    of bulk rows, which are in no dictionary.
-    """
+    changes the index before it continues. Afterwards call `shared`, in any thread. With `bulk_keys`, also check that
+    the keys of bulk rows (blocks taken over at the start, whose keys are in no dictionary) are found."""
 
     def __init__(self, residency: ResidencyView, *, bulk_keys: bool = False) -> None:
         self.faults: list[str] = []
@@ -48,7 +48,7 @@ class TreeCheck:
         self._links = array("I", bytes(4 * capacity))
 
     def walk_in_steps(self) -> Iterator[None]:
-        """Check the rows, and yield after each step. What is wrong is appended to `faults`, in words."""
+        """Check the rows of the block index, and yield after each step. Faults are appended to `faults`, in words."""
         yield from self._mark_live()
         for rows in self._live_runs():
             for row in rows:
@@ -67,7 +67,7 @@ class TreeCheck:
             yield from places.copy()
 
     def shared(self) -> list[str]:
-        """Return, in words, the slots that more than one row has."""
+        """Return, in words, the slots of tiers that more than one row of the block index claims."""
         return [fault for places in self._places for fault in places.shared()]
 
     def _fault(self, what: str) -> None:

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 
 class Column(NamedTuple):
-    """The definition of an optional column of the block index. `typecode` is a typecode of array.array; it sets the
-    bytes for each row once the column is used.
-    """
+    """The definition of an optional column of the block table, a fact that only few blocks have. `typecode` is a
+    typecode of array.array; it sets the bytes for each row once the column is used."""
 
     name: str
     typecode: str
@@ -43,9 +42,8 @@ OF_COPIES = (
 
 
 class OptionalColumns:
-    """A set of columns that take memory only when used. `used` maps names to the columns that have memory; it is empty
-    until `set` stores a first value, so a hot path only has to test whether it is empty.
-    """
+    """The optional columns of the block table, which take memory only when used. `used` maps names to the columns that
+    have memory; it is empty until `set` stores a first value, so a hot path only has to test whether it is empty."""
 
     __slots__ = ("_rows", "_table", "used")
 
@@ -55,13 +53,13 @@ class OptionalColumns:
         self.used: dict[str, array[int]] = {}
 
     def get(self, name: str, row: int) -> int:
-        """Return the value of `row` in the column `name`. Raises KeyError for a column that is not in the table."""
+        """Return the value of `row` in the column `name`. Raises KeyError for a column that is not defined."""
         column = self.used.get(name)
         return self._table[name].default if column is None else column[row]
 
     def set(self, name: str, row: int, value: int) -> None:
         """Set the value of `row` in the column `name`. The first value that is not the default allocates the column.
-        Raises KeyError for a column that is not in the table, OverflowError for a value beyond its type."""
+        Raises KeyError for a column that is not defined, OverflowError for a value beyond its type."""
         column = self.used.get(name)
         if column is None:
             definition = self._table[name]
@@ -90,7 +88,7 @@ class OptionalColumns:
         return None if column is None else np.frombuffer(column, np.dtype(self._table[name].typecode))
 
     def grow(self, rows: int) -> None:
-        """Let every column have `rows` rows in total."""
+        """Extend every column to `rows` rows."""
         more, self._rows = rows - self._rows, rows
         for name, column in self.used.items():
             definition = self._table[name]

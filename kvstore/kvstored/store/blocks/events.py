@@ -27,9 +27,8 @@ class TierListener(Protocol):
         """
 
     def released(self, row: int) -> None:
-        """Note that the block at `row` may perhaps be evicted from this tier now. Before, it was leased, had a child in
-        the tier, or was the only copy.
-        """
+        """Note that the block at `row` may perhaps be evicted from this tier now. Until now it could not be: it was
+        leased, had a child (the next block of a chain) in the tier, or was the only copy."""
 
 
 @runtime_checkable
@@ -42,9 +41,8 @@ class KeyListener(Protocol):
         """
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Drop everything that names the blocks `keys` of `tenant`, which their owner ordered to be removed from every
-        tier. None for `keys` stands for all blocks that are not in this tier.
-        """
+        """Drop everything that names the blocks `keys` of `tenant`, since their owner ordered their removal from every
+        tier. None for `keys` stands for all blocks of the tenant that are not in this tier."""
 
 
 class NullListener:
@@ -105,11 +103,10 @@ class PresenceListener(Protocol):
 
 
 class Listeners:
-    """A registry of everyone who is notified of changes in the block index. `by_tier` has each tier's listener;
-    `presence` has the observers of where blocks can be read, and `noted` is a function that is called with the row of
-    each such change; `is_followed` is True when there is either. `forgets` and `uses` are further functions, called on
-    deletions and on uses.
-    """
+    """A registry of the objects and functions that are notified of changes in the block index. `by_tier` has each
+    tier's listener. `presence` has the listeners to changes of the tiers in which blocks can be read, and `noted` is a
+    function that is called with the row of each such change; `is_followed` is True when there is either. `forgets` and
+    `uses` are functions that are called on deletions and on uses."""
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
@@ -135,7 +132,8 @@ class Listeners:
             self.by_key[tier] = listener
 
     def listen_beside(self, tier: int, second: TierListener | None) -> None:
-        """Notify `second`, in addition to the tier's listener, of the events in `tier` from now on. None ends that."""
+        """Notify `second`, in addition to the tier's listener, of the events in `tier` from now on. None for `second`
+        ends such notifications."""
         self._beside.pop(tier, None)
         if second is not None:
             self._beside[tier] = second
@@ -147,29 +145,26 @@ class Listeners:
         self.is_followed = True
 
     def note_with(self, note: Callable[[int], object] | None) -> None:
-        """Call `note` with the row of each block whose readable tiers have changed, from now on. It replaces the former
-        function; None calls none.
+        """Call `note` with the row of each block whose readable tiers have changed, from now on. It replaces the
+        function of an earlier call; with None, no function is called.
 
-        It is called for each block of every put, so it should append the row and do its work later, from the state of
-        the index at that time: the row may be another block's by then, under another generation.
-        """
+        `note` is called for each block of every put, so it should only append the row and do its work later, from the
+        state of the index at that time: the row may be another block's by then, under another generation."""
         self.noted = note
         self.is_followed = note is not None or bool(self.presence)
 
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
-        """Call `listener` with the tenant and the keys (None: all) of every deletion by order, after the tiers'
-        listeners. It replaces the former function.
-        """
+        """Call `listener` for every deletion by order, after the tiers' listeners, with the tenant and the deleted keys
+        (None: all of the tenant's). It replaces the function of an earlier call."""
         self.forgets = listener
 
     def use_with(self, listener: Callable[[Sequence[int], int], None]) -> None:
-        """Call `listener` on each use of blocks, after it was counted, with the rows in chain order and with the tiers
-        on the client's device as a mask. It replaces the former function.
-        """
+        """Call `listener` on each use of blocks, after the use was counted. Its arguments are the rows in chain order,
+        and the tiers on the client's device as a mask. It replaces the function of an earlier call."""
         self.uses = listener
 
     def presence_changed(self, row: int) -> None:
-        """Notify the observers that the block at `row` is readable in other tiers than before."""
+        """Notify the listeners that the tiers in which the block at `row` can be read have changed."""
         if self.noted is not None:
             self.noted(row)
         if self.presence:

@@ -38,9 +38,9 @@ class Absence:
 
 
 class Ghost:
-    """A bounded record of the removed blocks of one tenant: for each key the reason, the time and the number of uses.
-    Entries are in a ring, so that they can be copied in steps. The entry that was made longest ago is dropped first.
-    """
+    """A bounded record of the removed blocks of one tenant: for each key why and when the block was removed, and how
+    often it had been used. When the record is full, the oldest entry is dropped. Entries are in a ring, so that they
+    can be copied in steps."""
 
     __slots__ = ("_keys", "_limit", "_next", "_oldest", "_packed", "_places", "_size")
 
@@ -103,23 +103,21 @@ class Ghost:
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def drop(self, key: bytes) -> None:
-        """Mark `key` as removed by order. This process still gives that as the reason for a miss, and `copied` leaves
-        the key out. A key that is marked already keeps its reason.
-        """
+        """Mark the removed block `key` as removed by order. This process still gives that as the reason for a miss, and
+        `copied`, which saves the record, leaves the key out. A key that is marked already keeps its reason."""
         at = self._places.get(key)
         if at is not None and self._packed[at] & _CAUSE_MASK not in _BY_ORDER:
             self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
 
     def drop_all(self) -> None:
-        """Mark every key as removed by order, as `drop` does."""
+        """Mark every removed block as removed by order, so that none of them is saved for a later process."""
         packed = np.frombuffer(self._packed, np.uint64)
         others = ~np.isin(packed & np.uint64(_CAUSE_MASK), _BY_ORDER)
         packed[others] = packed[others] & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield the entries in steps, as arrays of dtype ABSENCE, without blocks that were removed by order. Other
-        tasks may run between two steps; their changes may be included or not.
-        """
+        """Yield the entries to save in steps, as arrays of dtype ABSENCE, without blocks that were removed by order.
+        Other tasks may run between two steps; their changes may be included or not."""
         for first in range(0, len(self._keys), _STEP):
             keys = self._keys[first : first + _STEP]
             packed = np.array(self._packed[first : first + _STEP], np.uint64)
@@ -130,9 +128,8 @@ class Ghost:
             yield found[~np.isin(packed & _CAUSE_MASK, _BY_ORDER)]
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
-        """Remember the entries `copied`, saved by an earlier process, of keys that this process knows nothing about.
-        `later_ns` is added to their times, to translate them to this process's clock.
-        """
+        """Add the entries `copied`, which an earlier process saved, for keys that this process knows nothing about.
+        `later_ns` is added to their times, to translate them to this process's clock."""
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
         times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 2**_TICK_BITS)

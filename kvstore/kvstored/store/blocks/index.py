@@ -42,9 +42,8 @@ class UseCounts:
         self._listeners = listeners
 
     def touch_run(self, rows: Sequence[int], now_ns: int, device_tiers: int = NO_TIERS) -> None:
-        """Count one access of each of the blocks `rows`, which were used or newly stored together. They are in chain
-        order. `device_tiers` are the tiers on the client's device.
-        """
+        """Count one access of each of the blocks `rows`, which one request used or stored. They are in chain order.
+        `device_tiers` are the tiers on the client's device."""
         mask = self._view.rows.mask
         everywhere, somewhere = self._count(rows, now_ns)
         for tier in MEMBERS[somewhere]:
@@ -90,9 +89,8 @@ class UseCounts:
         return everywhere, somewhere
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
-        """Remember why the offered block `key` was not stored. A DECLINED block counts as if it had been stored, used
-        and evicted at once.
-        """
+        """Note `cause`, the reason why a put of the block `key` of `tenant` was refused. After the cause DECLINED the
+        block counts as if it had been stored, used and evicted at once."""
         ghost = self._view.tenants[tenant].ghost
         ghost.remember(key, cause, now_ns, ghost.accesses(key) + (cause is Cause.DECLINED))
 
@@ -118,9 +116,8 @@ class UseCounts:
         self._listeners.release(row, self._view.rows.mask[row])
 
     def set_owners(self, row: int, owners: int) -> None:
-        """Set which of the tenant's owners have pinned the block at `row`; bit i of `owners` stands for owner i. All
-        owners together hold one pin, and 0 removes it.
-        """
+        """Set which owners (users within the tenant) have pinned the block at `row`; bit i of `owners` stands for owner
+        i. All owners together hold one pin, and 0 removes it."""
         view, before = self._view, self._view.pinned_by(row)
         view.rows.optional.set("pinned_by", row, owners)
         if bool(before) != bool(owners):
@@ -132,19 +129,17 @@ class UseCounts:
         self._listeners.release(row, self._view.rows.mask[row])
 
     def unpin_run(self, tokens: Iterable[int]) -> None:
-        """Remove one pin of each block that `tokens` name, if it still exists. A block that was removed by force has
-        lost its pins already.
-        """
+        """Remove one pin of each block that a token in `tokens` names, if the block still exists. A block that was
+        removed by force has lost its pins already."""
         for row in map(self._view.current, tokens):
             if row >= 0:
                 self.unpin(row)
 
 
 class Residency(ResidencyView):
-    """The block index: which blocks exist, in which of `tiers` (fastest first) they are, and which may be evicted.
-    ResidencyView answers questions; the parts that are joined here make changes. `ghost_keys` is the number of removed
-    keys that are remembered for each tenant.
-    """
+    """The block index: which blocks exist, in which of `tiers` (fastest first) each has copies, and which may be
+    evicted. ResidencyView answers questions; the parts joined here make changes. `ghost_keys` is the number of removed
+    keys that are remembered for each tenant."""
 
     def __init__(
         self,

@@ -55,9 +55,8 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class KeyTable:
-    """A hash table that finds positions in an array of keys, many at a time. It holds the positions in `members`, or
-    all if that is None. The array is a parameter of each call and is not kept.
-    """
+    """A hash table that finds positions in an array of keys, many at a time. It contains the positions in `members`, or
+    all positions if that is None. The array of keys is not kept: each call gets it as a parameter."""
 
     __slots__ = ("multiplier", "places", "shift", "table")
 
@@ -70,16 +69,17 @@ class KeyTable:
         self.places = np.frombuffer(self.table, np.int32)
 
     def move(self, first: int) -> None:
-        """Add `first` to every position in the table."""
+        """Add the number `first` to every position in the table. It turns positions in a part of an array, which begins
+        at `first`, into positions in the whole array."""
         if first:
             self.places[self.places != _NOTHING] += np.int32(first)
 
     def find_each(
         self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
     ) -> Column:
-        """Return for each key in `wanted` its position in `keys`, or -1. Both have shape (n, 2), little-endian 64-bit
-        words. `may_be` gets positions with an equal key and says which of them count.
-        """
+        """Return for each key in `wanted` its position in `keys`, or -1. Both have shape (n, 2): a key is two
+        little-endian 64-bit words. `may_be` gets the positions of equal keys and returns a bool for each, False for one
+        that does not count."""
         found = np.full(len(wanted), _NOTHING, np.int32)
         left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
         while len(left):
@@ -154,7 +154,8 @@ class BulkKeys:
         return -1
 
     def has_place(self, key: bytes, row: int) -> bool:
-        """Return whether `row` would be found under `key` if it were a bulk row."""
+        """Return whether a search for `key` would come upon `row` in this table, if `row` were a bulk row (one taken
+        over at the start and not changed since)."""
         keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
@@ -166,9 +167,8 @@ class BulkKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` is the
-        lookup in the dictionary of the other blocks: it returns a row or None.
-        """
+        """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` finds the
+        blocks that are not in this table: it gets a key and returns its row or None."""
         rows, table = self._rows, self._table
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
@@ -188,7 +188,8 @@ class BulkKeys:
         return found
 
     def find_each(self, keys: Column) -> Column:
-        """Return for each of `keys` its bulk row, or -1. `keys` has shape (n, 2), little-endian 64-bit words."""
+        """Return for each of `keys` its row in this table, or -1. `keys` has shape (n, 2): a key is two little-endian
+        64-bit words."""
         mask, moved = self._rows.mask, self._rows.keys
 
         def is_bulk(rows: Column) -> list[bool]:
@@ -198,10 +199,9 @@ class BulkKeys:
 
 
 class TenantIndex:
-    """The keys of one tenant. `readable` maps keys to rows of blocks that can be read; `unreadable` maps them to rows
-    that are being filled or are placeholders. `bulk` finds rows taken over at the start, of which `bulk_blocks` are
-    still bulk rows (their key is in no dictionary).
-    """
+    """The keys of one tenant's blocks. `readable` maps keys to rows of blocks that can be read; `unreadable` maps keys
+    to rows of blocks that are being filled, or of placeholders. `bulk` finds the rows taken over at the start, and
+    `bulk_blocks` is the number of those whose keys are still in neither dictionary."""
 
     __slots__ = ("bulk", "bulk_blocks", "fingerprints", "ghost", "name", "readable", "unreadable")
 

@@ -32,10 +32,9 @@ class Page(NamedTuple):
 class Selection(NamedTuple):
     """A filter of readable blocks. Without any field it selects all of them.
 
-    `tenant` and `prints` select by the numbers of the tenant and of fingerprints; `tier` selects blocks with a readable
-    copy in the tier at this position; `key_prefix` selects keys whose hex digits begin so. `matches` gets a row and
-    returns True when it is selected; it is called last.
-    """
+    `tenant` and `prints` select by the number of the tenant and the numbers of fingerprints; `tier` selects blocks with
+    a readable copy in the tier at this position; `key_prefix` selects keys whose hex digits begin with it. `matches`
+    gets a row and returns True when the row is selected; it is called last."""
 
     tenant: int | None = None
     tier: int | None = None
@@ -53,9 +52,8 @@ ALL_BLOCKS = Selection()
 
 
 def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
-    """Return the rows in [`first`, `end`) whose blocks `selection` selects, in ascending order. It looks at every row,
-    so keep the range short.
-    """
+    """Return the rows from `first` to `end` (excluded) whose blocks `selection` selects, in ascending order. It looks
+    at every row of that range, so keep the range short."""
     columns = residency.rows
     mask = np.frombuffer(columns.mask, np.uint8, end - first, first)
     is_chosen = mask != 0 if selection.tier is None else holding(mask, selection.tier)
@@ -97,9 +95,9 @@ def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
 
 
 def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
-    """Return at most `limit` selected blocks from the cursor `after` on, in row order. A block that is stored or
-    removed between two pages may be missed; none is listed twice while it is stored.
-    """
+    """Return a page of at most `limit` blocks that `selection` selects, in row order, from the cursor `after` on (0 for
+    the first page). A block that is stored or removed between two pages may be missed; none is listed twice while it is
+    stored."""
     if limit < 1:
         raise ValueError("a page holds at least one block")
     end = min(residency.rows.capacity, after + selection.slice_rows)
@@ -114,9 +112,8 @@ def _filtered(rows: Int64Array, keep: Callable[[int], bool]) -> Int64Array:
 
 
 def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:
-    """Return the rows of all readable blocks of a fingerprint, the deepest in its chain first. Blocks that are removed
-    in this order leave no hole in a chain. `tenant` restricts it to one tenant.
-    """
+    """Return the rows of all readable blocks of the fingerprint with the number `fingerprint_id`, the deepest in its
+    chain first. Removing them in this order leaves no hole in a chain. If `tenant` is given, only its blocks count."""
     chosen = Selection(tenant, prints=frozenset({fingerprint_id}))
     rows = select(residency, chosen, 0, residency.rows.capacity)
     depth = column_of(residency, "depth", rows)

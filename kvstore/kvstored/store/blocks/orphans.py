@@ -21,9 +21,8 @@ Tokens = npt.NDArray[np.uint64]
 
 
 class ChainColumns(NamedTuple):
-    """A copy of columns of the block table for `find`, each with one entry for each row: the parent's row (-1: none),
-    the tiers with a readable copy, the depth, the generation.
-    """
+    """A copy of some columns of the block table, in which `find` looks for orphans. Each has one entry for each row:
+    the parent's row (-1: none), the tiers with a readable copy, the depth, and the generation."""
 
     parent: bytes
     mask: bytes
@@ -32,18 +31,18 @@ class ChainColumns(NamedTuple):
 
 
 class Orphans(NamedTuple):
-    """The orphans at the time of a snapshot, the deepest first. `tokens` names all of them; `by_tier` has for each tier
-    the tokens of those with a readable copy in it.
-    """
+    """The orphans that a search has found, the deepest in their chains first. An orphan is a stored block that no
+    client can reach, because a block before it in its chain is gone. `tokens` are numbers that name the orphans in the
+    block index; `by_tier` has, for each tier, the tokens of those with a readable copy in it."""
 
     tokens: Tokens
     by_tier: list[Tokens]  # those of them with a readable copy there
 
 
 def snapshot(residency: ResidencyView) -> ChainColumns | None:
-    """Return a copy of the chains, some 13 bytes for each row, or None when no block's parent is missing. Blocks of
-    sliding-window and recurrent layer groups, which need no parent, are left out.
-    """
+    """Return a copy of the chains' columns, some 13 bytes for each row, in which `find` can look for orphans. Return
+    None when no block's parent is missing, so that there are none. Blocks of sliding-window and recurrent layer groups,
+    which need no parent, are left out."""
     rows, windows = residency.rows, residency.kind_window
     missing = (row for tenant in residency.tenants for row in tenant.unreadable.values() if rows.links[row])
     if not any(not windows[rows.kind[row]] for row in missing):
@@ -56,10 +55,9 @@ def snapshot(residency: ResidencyView) -> ChainColumns | None:
 
 
 def find(chains: ChainColumns, tiers: int) -> Orphans:
-    """Return the orphans in the snapshot `chains`; `tiers` is the number of tiers. Their tokens have the snapshot's
-    generations, since a row may hold another block by now. It takes as many passes as the longest chain's length has
-    binary digits.
-    """
+    """Return the orphans (blocks whose chain has a hole before them) in the snapshot `chains`; `tiers` is the number of
+    tiers. Each orphan is named by row and generation, since its row may hold another block by now. The time grows with
+    the logarithm of the longest chain's length."""
     parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
     mask = np.frombuffer(chains.mask, np.uint8)
     readable = mask != 0

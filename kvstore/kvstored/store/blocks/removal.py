@@ -24,18 +24,16 @@ _IS_BY_ORDER = [cause in BY_ORDER for cause in range(max(Cause) + 1)]
 
 
 class TakenCopy(NamedTuple):
-    """A copy that has been removed from the index. The caller frees `slot` in `tier`: at once, or later if readers may
-    remain.
-    """
+    """A copy that has been removed from the block index. The caller frees its `slot` in `tier`: at once, or later if a
+    client may still read there."""
 
     tier: int
     slot: Slot
 
 
 class Removal:
-    """The part of the block index that removes blocks and copies. By choice (eviction, quota) it removes a block or one
-    copy, under rules; by force it removes the whole block.
-    """
+    """The part of the block index that removes blocks and copies. To make room (eviction, quota) it removes a copy or a
+    block only if nothing needs it; for every other cause it removes the whole block by force."""
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
         self._view = view
@@ -43,12 +41,11 @@ class Removal:
         self._listeners = listeners
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
-        """Remove every copy of the block at `row`, remember `cause`, and return the removed copies. The row ends, or
-        becomes a placeholder if it has children.
+        """Remove every copy of the block at `row`, remember `cause` as the reason, and return the removed copies. The
+        row becomes free, or a placeholder if it has children.
 
         For the causes EVICTED and QUOTA it raises RuntimeError unless `may_forget(row)`. Any other cause removes by
-        force: pins are dropped, and the caller must not reuse a slot while a reader may still look at it.
-        """
+        force: pins are dropped, and the caller must not reuse a slot while a reader may still look at it."""
         if _IS_BY_CHOICE[cause] and not self._view.may_forget(row):
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
         rows = self._view.rows
@@ -69,9 +66,8 @@ class Removal:
         return taken
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Mark the removed blocks `keys` of `tenant` (None: all of them) as removed by order: after a restart nothing
-        of them is known. Blocks that are stored stay.
-        """
+        """Mark the blocks `keys` of `tenant` (None: all of them) that are no longer stored as removed by order, so that
+        nothing of them is saved for a later process. Blocks that are stored stay."""
         ghost = self._view.tenants[tenant].ghost
         self._view.changes += 1
         if keys is None:
@@ -84,9 +80,9 @@ class Removal:
     def remove_chosen(
         self, tier: int, choose: Callable[[int], int], count: int, cause: Cause, now_ns: int
     ) -> list[Slot]:
-        """Evict up to `count` blocks from `tier`, and return their slots. `choose` gets `now_ns` and returns the next
-        row to remove, or -1 to stop. Raises RuntimeError for a block with a copy in another tier.
-        """
+        """Evict up to `count` blocks from `tier`, and return their slots. `choose` is called with `now_ns` and returns
+        the next row to evict, or -1 to stop. `cause` is remembered as the reason. Raises RuntimeError for a block with
+        a copy in another tier."""
         view, listener, bit = self._view, self._listeners.by_tier[tier], ONLY[tier]
         rows, copies, pins, kind_tenant = view.rows, view.copies[tier], view.pins, view.kind_tenant
         keys, kinds, parents, links, accesses = rows.keys, rows.kind, rows.parent, rows.links, rows.accesses
@@ -175,9 +171,8 @@ class Removal:
         """Remove the copy of the block at `row` in `tier`, and return its slot, which the caller frees.
 
         A copy that is being filled may always be removed, and a row without any copy then ends unless it has children.
-        A readable copy may be removed only while another tier has one; otherwise it raises RuntimeError, and `remove`
-        is the call to make.
-        """
+        A readable copy may be removed only while another tier has a copy; for the last one it raises RuntimeError, and
+        `remove`, which removes the block, is the call to make."""
         state = self._view.copies[tier].state[row]
         if state != _FILLING and not self._view.tier_mask(row).without(tier):
             raise RuntimeError(f"the last readable copy of row {row} cannot be detached from {self._view.tiers[tier]}")

@@ -70,9 +70,9 @@ class RowColumns:
         self.optional.grow(self.capacity)
 
     def take_bulk(self, packed_keys: bytes) -> int:
-        """Add a new bulk row for each of the packed keys, without parents, children or copies, and return the first
-        row's number. Give each row a readable copy before anything else happens.
-        """
+        """Add a new row for each block in `packed_keys` (16 bytes each), without parents, children or copies, and
+        return the number of the first one. Their keys are in no dictionary. Give each row a readable copy before
+        anything else happens."""
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
         self._add(count)
         before = self.bulk_keys.ljust(first * KEY_BYTES, b"\0")
@@ -86,15 +86,13 @@ class RowColumns:
         return self.bulk_key(row) if key is None and self.mask[row] else key
 
     def bulk_key(self, row: int) -> bytes:
-        """Return the key of the block at `row`, which must be a bulk row (taken over at the start and not changed
-        since).
-        """
+        """Return the key of the block at `row`, which was taken over at the start and has not changed since, so that
+        its key is in no dictionary."""
         return self.bulk_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """Return a new row for the block `key`, without parent, children or copies. `kind` is the number of its row
-        kind, and `depth` its place in the chain, from 0.
-        """
+        kind (tenant, fingerprint and layer group), and `depth` its place in the chain, from 0."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -107,15 +105,15 @@ class RowColumns:
         return row
 
     def reserve(self, count: int) -> array[int]:
-        """Return the list of free rows, with at least `count` entries. The caller takes rows from its end, and sets for
-        each all that `take` would set.
-        """
+        """Return the list of free rows, after growing the table until there are at least `count` of them. The caller
+        takes rows from the list's end, and sets every column that `take` would set."""
         while len(self._free) < count:
             self._grow()
         return self._free
 
     def give_back(self, row: int) -> None:
-        """End `row`, which may then be used for another block. Raises RuntimeError while it has a copy or a child."""
+        """Free `row`, which may then be used for another block. Raises RuntimeError while its block has a copy or a
+        child."""
         if self.keys[row] is None or self.links[row] or self.mask[row] or self.filling[row]:
             raise RuntimeError(f"row {row} given back while in use")
         self.keys[row] = None
@@ -127,7 +125,7 @@ class RowColumns:
             self.optional.reset((row,))
 
     def give_back_run(self, rows: Sequence[int]) -> None:
-        """End each of `rows`, whose keys and parents the caller has cleared, and which have no children."""
+        """Free each of `rows`, whose keys and parents the caller has cleared, and which have no children."""
         generation = self.generation
         for row in rows:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF
@@ -137,7 +135,8 @@ class RowColumns:
             self.optional.reset(rows)
 
     def renew(self, row: int) -> None:
-        """Make every token of `row` stale: `current` returns -1 for it from now on."""
+        """Make every token that names the present block of `row` stale, since the block is gone: `current` returns -1
+        for it from now on."""
         self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
 
     def token(self, row: int) -> int:
@@ -212,7 +211,7 @@ class TierCopies:
         self.blocks += 1
 
     def put_run(self, rows: Sequence[int], slots: Sequence[Slot], tenant: int) -> None:
-        """Enter a copy for each of `rows`, at the entry of `slots` at the same position, as `put` does for one."""
+        """Enter a copy for each of `rows`, all of `tenant`, in the slot of `slots` at the same position."""
         containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
         held_bytes = 0
         for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
@@ -225,7 +224,8 @@ class TierCopies:
         self.blocks += len(rows)
 
     def reserve(self, tenant: int, nbytes: int) -> None:
-        """Add `nbytes` (negative to subtract) to the bytes of slots that are reserved for coming blocks of `tenant`."""
+        """Count `nbytes` more of this tier's slots as reserved for blocks that `tenant` is about to put. A negative
+        number subtracts."""
         self.reserved_by_tenant[tenant] += nbytes
 
     def take(self, row: int, tenant: int) -> Slot:

@@ -27,7 +27,8 @@ class ChainTree:
         self._below: dict[int, int] = {}  # by a stored block's row, a placeholder that was its child; it may be stale
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """Return a new row for the block `key`, without parent, children or copies."""
+        """Return a new row of the block table for the block `key`, without parent, children or copies. `kind` is the
+        number of its row kind (tenant, fingerprint and layer group), and `depth` its place in the chain, from 0."""
         row = self._view.rows.take(key, kind, depth, payload_bytes)
         if row >= len(self._view.copies[0].state):
             for copies in self._view.copies:
@@ -35,9 +36,9 @@ class ChainTree:
         return row
 
     def check_revivable(self, row: int, parent: int) -> None:
-        """Check that the placeholder `row` can become a block whose parent is the row `parent`. Raises RuntimeError if
-        it has a copy, CyclicChainError if `parent` descends from it.
-        """
+        """Check that the placeholder `row` (a row of a block that is not stored, kept for its children) can become a
+        stored block whose parent is the row `parent`. Raises RuntimeError if it has a copy, CyclicChainError if
+        `parent` descends from it."""
         if self._view.rows.mask[row] or self._view.rows.filling[row]:
             raise RuntimeError(f"row {row} inserted while it has a copy")
         ancestor = parent
@@ -47,7 +48,7 @@ class ChainTree:
             ancestor = self._view.rows.parent[ancestor]
 
     def unlink(self, row: int) -> int:
-        """Cut `row` from its parent, and return the parent's row, or -1 if it had none."""
+        """Separate the block at `row` from its parent, and return the parent's row, or -1 if it had none."""
         rows = self._view.rows
         parent = rows.parent[row]
         if parent >= 0:
@@ -58,9 +59,8 @@ class ChainTree:
         return parent
 
     def forget_empty(self, row: int) -> None:
-        """End `row`, which has no copy, unless it has children; then end its ancestors that are placeholders without
-        children. Of placeholders that follow one another, and whose children need no parents, one is kept.
-        """
+        """Free `row`, which has no copy, unless it has children; then free its ancestors that are placeholders without
+        children. If several placeholders follow one another, and their children need no parents, one is kept."""
         rows = self._view.rows
         self._view.changes += 1
         if rows.links[row] and self._is_spare(row):
@@ -103,9 +103,8 @@ class ChainTree:
         rows.give_back(row)
 
     def parent_or_placeholder(self, tenant: int, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """Return the row of the block `key`, which is the parent of a block at `depth`. If it is not stored, return a
-        new placeholder with this `kind` and size.
-        """
+        """Return the row of the block `key`, whose child is at `depth` in its chain. If the block is not stored, return
+        a new placeholder for it, with this `kind` (row kind number) and `payload_bytes`."""
         index = self._view.tenants[tenant]
         row = index.row(key)
         if row < 0:
@@ -128,9 +127,8 @@ class ChainTree:
         rows.links[above] += 1
 
     def to_dictionary(self, row: int) -> None:
-        """Move the key of the bulk row `row`, which is about to change, to the dictionary of its tenant. It does
-        nothing for a free row.
-        """
+        """Enter the key of `row`, which is about to change, into the dictionary of its tenant, if it was taken over at
+        the start and is in no dictionary yet. It does nothing for a free row."""
         rows = self._view.rows
         key = rows.key(row)
         if key is not None:
@@ -140,9 +138,8 @@ class ChainTree:
             index.bulk_blocks -= 1
 
     def to_bulk(self, row: int) -> None:
-        """Make `row` a bulk row again, without an entry in the dictionary, if it is as it was when it was taken over.
-        Otherwise do nothing.
-        """
+        """Remove the key of `row` from the dictionary of its tenant, to save memory, if the row is as it was when it
+        was taken over at the start. Otherwise do nothing."""
         rows, slowest = self._view.rows, len(self._view.copies) - 1
         index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
         key = rows.keys[row]

@@ -39,18 +39,16 @@ Entry = tuple[bytes, bytes]
 
 
 class Known(NamedTuple):
-    """The saved uses of blocks, an array of dtype `USE`. `wrong` counts rows that were left out, since their checksum
-    is wrong.
-    """
+    """The saved uses of blocks that are still stored, an array of dtype `USE`. `wrong` counts saved rows that were left
+    out, since their checksum is wrong."""
 
     uses: npt.NDArray[np.void]
     wrong: int
 
 
 class UsageRows:
-    """The saved uses of the blocks in one tier, which survive a restart. `alone` leaves out blocks that have a copy in
-    the durable tier.
-    """
+    """A component that saves how often and when the blocks in one tier were used, so that this survives a restart. With
+    `alone` it leaves out blocks that have a copy in the durable tier."""
 
     def __init__(self, residency: Residency, tier: int, *, alone: bool = False) -> None:
         self._residency, self._tier, self._alone = residency, tier, alone
@@ -59,10 +57,9 @@ class UsageRows:
     # What is to be saved
 
     def digests(self, touched_after_ns: int | None = None) -> Generator[None, None, Numbers]:
-        """Return an array with one digest for each bucket of saved values; a bucket whose digest has changed must be
-        saved again. A row used after `touched_after_ns` (monotonic) counts as used once more, so its bucket differs.
-        The generator yields where other tasks may run.
-        """
+        """Return an array with one digest for each bucket (a fixed group) of the values to save; a bucket whose digest
+        has changed must be saved again. A block used after `touched_after_ns` (monotonic) counts as used once more, so
+        its bucket differs. The generator yields where other tasks may run."""
         residency, columns = self._residency, self._residency.rows
         buckets = max(_LEAST_BUCKETS, 2 ** (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
         found = np.zeros(buckets, np.uint64)
@@ -79,9 +76,8 @@ class UsageRows:
         return found
 
     def parts(self, digests: Numbers) -> list[Numbers]:
-        """Return the numbers of the buckets whose digest differs from the saved one, in parts that are small enough for
-        memory.
-        """
+        """Return the numbers of the buckets whose digest in `digests` differs from the saved one, as arrays that are
+        small enough to be saved one after another in little memory."""
         is_like = self.saved if len(self.saved) == len(digests) else np.zeros(len(digests), np.uint64)
         changed = np.flatnonzero(is_like != digests).astype(np.uint64)
         return [
@@ -90,9 +86,9 @@ class UsageRows:
         ]
 
     def entries(self, part: Numbers, buckets: int, wall_less_monotonic_ns: int) -> Generator[None, None, list[Entry]]:
-        """Return the keys and values to save for the buckets `part`, of `buckets` in all. `wall_less_monotonic_ns` is
-        the wall clock minus the monotonic clock. The generator yields where other tasks may run.
-        """
+        """Return the keys and values to save for the buckets with the numbers `part`, of `buckets` in all.
+        `wall_less_monotonic_ns` is the wall clock minus the monotonic clock. The generator yields where other tasks may
+        run."""
         chosen = np.zeros(buckets, bool)
         chosen[part] = True
         found: list[tuple[Numbers, Numbers, npt.NDArray[np.void]]] = []
@@ -161,9 +157,9 @@ class UsageRows:
 
     def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> Generator[None, None, int]:
         """Set the last use and the number of uses of blocks to the values in `known`, and return the number of blocks.
-        A block that was used after `adopted_ns` keeps that use as its last one. Ages longer than the time for which the
-        monotonic clock has run are scaled down together, so their order holds. Make the policies anew afterwards.
-        """
+        A block that was used after `adopted_ns` keeps that use as its last one. If ages are longer than the time for
+        which the monotonic clock has run, all are scaled down together, so their order holds. Make the policies anew
+        afterwards."""
         parts = [known.uses[first : first + _STEP_ROWS] for first in range(0, len(known.uses), _STEP_ROWS)]
         longest_ns, blocks = 1, 0
         for part in parts:
@@ -227,7 +223,8 @@ class UsageRows:
 
 
 def hashes_of(keys: bytes) -> Numbers:
-    """Return an array with a 64-bit hash of each of the packed `keys`, as a usage row holds it."""
+    """Return an array with a 64-bit hash of each of the packed `keys` (16 bytes each), by which saved uses name their
+    blocks."""
     halves = np.frombuffer(keys, "<u8").reshape(-1, 2)
     hashes: Numbers = _mixed(_mixed(halves[:, 1].copy()) + halves[:, 0])
     return hashes

@@ -80,7 +80,7 @@ class ResidencyView:
 
     def readable(self, device_tiers: TierSet) -> TierSet:
         """Return the tiers that a client can read in place: the mapped tier, and each of `device_tiers` (the tiers on
-        its device) that takes new leases."""
+        its device) that is not closed for new leases."""
         return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
@@ -90,12 +90,13 @@ class ResidencyView:
         return self.tenants[tenant].find(key)
 
     def find_any(self, tenant: int, key: bytes) -> int:
-        """Return the row of the block `key` of `tenant`, readable or being filled or a placeholder; -1 if none."""
+        """Return the row of the block `key` of `tenant`: readable, being filled or a placeholder; -1 if there is no
+        row."""
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return the rows of the leading blocks of `packed_keys` that are readable, up to the first that is not. 64
-        keys take a few microseconds."""
+        """Return the rows of the leading blocks of `packed_keys`, 16 bytes each, up to the first that is not
+        readable."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
@@ -111,7 +112,7 @@ class ResidencyView:
         return found
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return for each of `packed_keys` the row of its readable block, or -1."""
+        """Return for each of `packed_keys` (16 bytes each) the row of its readable block, or -1."""
         index, keys = self.tenants[tenant], unpack_keys(packed_keys)
         if index.bulk is not None:
             return [index.find(key) for key in keys]
@@ -119,8 +120,8 @@ class ResidencyView:
         return [readable.get(key, -1) for key in keys]
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Return for each of `keys` (dtype V16) the row of its readable block, or -1, as an array. Use it for many
-        keys: a million take 0.3 s."""
+        """Return an array with the row of the readable block, or -1, for each of `keys` (dtype V16). A million take 0.3
+        s."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
         if index.bulk is not None:
@@ -206,14 +207,14 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_held(self, row: int) -> bool:
-        """Return whether the copies of the block at `row` must stay in their slots: it is leased, or being copied. A
-        pin of an owner keeps the copies in their tiers, not in their slots."""
+        """Return whether the copies of the block at `row` must stay in their slots, because it is leased or being
+        copied. A pin of an owner keeps the copies in their tiers, not in their slots."""
         return self.pins.get(row, 0) > bool(self.pinned_by(row))
 
     def is_evictable(self, row: int, tier: int) -> bool:
-        """Return whether the copy in `tier` of the block at `row` may be evicted now. It must be readable and unpinned,
-        and have no child in this tier that needs it. The slowest tier cannot demote: there the block also needs another
-        copy, or no such child in any tier."""
+        """Return whether the copy in `tier` of the block at `row` is readable and unpinned and may be evicted now. It
+        may not while a child (the next block of a chain) has a copy in `tier`, nor as the block's only copy in the
+        slowest tier while the block has any child. Children count only if they cannot be used without the block."""
         copies, rows = self.copies[tier], self.rows
         if copies.state[row] != _RESIDENT or row in self.pins:
             return False
@@ -221,15 +222,15 @@ class ResidencyView:
         return not (copies.kids[row] or is_last) or self.kind_window[rows.kind[row]] > 0
 
     def policy_may_name(self, row: int, tier: int) -> bool:
-        """Return whether a policy may name the copy in `tier` as its victim: the copy may be evicted, and the block's
-        priority is 0. Blocks with another priority have an order of their own (`policies/ranked.py`)."""
+        """Return whether a policy may evict the copy of the block at `row` in `tier`: the copy may be evicted, and the
+        block's priority is 0. Blocks with another priority have an order of their own (`policies/ranked.py`)."""
         if (priority := self.rows.optional.used.get("priority")) is not None and priority[row]:
             return False
         return self.is_evictable(row, tier)
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
-        """Return `row`, which may be evicted from `tier` now, and the rows above it that may be evicted after the row
-        below has gone. `limit` is the most rows to return."""
+        """Return `row`, which may be evicted from `tier` now, and the rows before it in its chain that may be evicted
+        once the blocks after them have gone. `limit` is the most rows to return."""
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, ONLY[tier] if tier == len(self.copies) - 1 else NO_TIERS
@@ -252,12 +253,13 @@ class ResidencyView:
         return not ((self.rows.links[row] and self.dependents(row)) or self.rows.filling[row] or row in self.pins)
 
     def stands_alone(self, row: int) -> bool:
-        """Return whether the blocks that follow the block at `row` in its chain are of use without it. That is so in a
-        layer group with a sliding window or a recurrent state, where a block serves its own boundary."""
+        """Return whether later blocks of a chain are of use without the block at `row`. That is so in layer groups with
+        a sliding window or a recurrent state."""
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return how many children of the block at `row` need it; with `tier`, only those with a copy in that tier."""
+        """Return how many children (next blocks of chains) need the block at `row`; with `tier`, only those in
+        `tier`."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 
@@ -266,7 +268,8 @@ class ResidencyView:
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Return how many rows have `row` as their parent; with `tier`, only those with a copy in that tier."""
+        """Return how many blocks directly follow the block at `row` in chains; with `tier`, only those with a copy in
+        `tier`."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is
@@ -292,8 +295,8 @@ class ResidencyView:
         return key
 
     def parent(self, row: int) -> int:
-        """Return the row of the block before the one at `row` in its chain (or of its placeholder), or -1 for the
-        first."""
+        """Return the row of the block before the one at `row` in its chain, which may be a placeholder for a block that
+        is not stored. Return -1 for the first block."""
         return self.rows.parent[row]
 
     def parent_key(self, row: int) -> bytes:
@@ -338,7 +341,7 @@ class ResidencyView:
         return self.rows.optional.get("priority", row)
 
     def pinned_by(self, row: int) -> int:
-        """Return which owners have pinned the block at `row`, as bits: bit n stands for the tenant's owner number n."""
+        """Return which owners (users of the tenant) have pinned the block at `row`; bit n stands for owner number n."""
         return self.rows.optional.get("pinned_by", row)
 
     def terms_of(self, row: int) -> tuple[int, int, int]:
@@ -346,7 +349,7 @@ class ResidencyView:
         return self.expires_s(row), self.priority(row), self.pinned_by(row)
 
     def reset_facts(self, row: int) -> None:
-        """Set the optional columns of `row` to their defaults, since its block is gone. The row may remain as a
+        """Set the optional columns of `row` to their defaults, since its block is gone. The row may stay as a
         placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
@@ -377,7 +380,7 @@ class ResidencyView:
         return self.tenants[tenant].blocks
 
     def tier_blocks(self, tier: int) -> int:
-        """Return the number of copies in a tier, in any state."""
+        """Return the number of block copies in `tier`, readable or not."""
         return self.copies[tier].blocks
 
     def __len__(self) -> int:

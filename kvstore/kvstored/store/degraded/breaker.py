@@ -34,10 +34,9 @@ _IN_DOUBT = {  # by mode, what has yet to go well when a probe has; a full mediu
 
 
 class TierBreaker:
-    """The circuit breaker of `tier`: it stops reads or writes there while they fail or hang, and probes until they
-    work. `part` is the tier's name in messages. `last_probe_s` is the longest pause between two probes; short for a
-    tier on another machine, which may be back at any moment.
-    """
+    """The circuit breaker of `tier`: it stops reads or writes there while they fail or hang, and then probes the tier
+    until it works again. `part` is the tier's name in messages. `last_probe_s` is the longest pause between two probes;
+    it is short for a tier on another machine, which may be back at any moment."""
 
     def __init__(
         self,
@@ -86,7 +85,8 @@ class TierBreaker:
     # How transfers end
 
     def began(self) -> int:
-        """Note that a transfer is handed to the tier. Return its number, for `ended`."""
+        """Note that a transfer (read, write or sync) is handed to the tier. Return the number of the transfer, which
+        `ended` needs."""
         self._started += 1
         self._in_flight[self._started] = self._clock.monotonic_ns()
         return self._started
@@ -104,9 +104,8 @@ class TierBreaker:
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
     def forgo(self, number: int) -> None:
-        """Note that the transfer `number` has ended, without judging it; it shows only that the medium does
-        not hang.
-        """
+        """Note that the transfer `number` has ended, without judging its outcome: it only shows that the medium does
+        not hang."""
         self._in_flight.pop(number, None)
 
     def _failed(self, what: str, outcome: Outcome) -> None:

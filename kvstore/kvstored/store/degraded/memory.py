@@ -17,9 +17,8 @@ _V1_NO_LIMIT = 1 << 62  # what version 1 shows where no limit is set is a little
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """A reading of the free memory. `where` names the limit that is nearest. `stalled_percent` is the share of the last
-    10 s in which all tasks waited for memory.
-    """
+    """A reading of the machine's free memory. `where` names the limit (machine or cgroup) that is nearest.
+    `stalled_percent` is the share of the last 10 s in which all tasks waited for memory."""
 
     free_bytes: int
     where: str
@@ -27,9 +26,8 @@ class MemoryReading:
 
 
 class MemoryWatch:
-    """A reader of how much memory is left before the kernel kills a process. `proc` and `cgroups` are the folders of
-    the kernel's files; tests give their own.
-    """
+    """A reader of how much memory is left before the kernel kills a process. `proc` and `cgroups` are the folders in
+    which the kernel shows that."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc

@@ -45,9 +45,8 @@ class Degradation:
 
 
 class DegradedModes:
-    """A record of the modes of all parts. The functions in `on_change` are called at once with the name of a part whose
-    mode has changed.
-    """
+    """A record of the modes of all parts of the daemon that can fail. The functions in `on_change` are called at once
+    with the name of a part whose mode has changed."""
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._clock = clock

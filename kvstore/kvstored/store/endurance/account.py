@@ -61,9 +61,8 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class EnduranceReport:
-    """A report on the endurance account, for an operator. Without a budget all fields but `spent_bytes` are 0.
-    `trouble` says why the budget cannot be read or saved.
-    """
+    """A report on the endurance account (the bytes that may be written to the drive), for an operator. If writes have
+    no limit, all fields but `spent_bytes` are 0. `trouble` says why the budget cannot be read or saved."""
 
     bytes_per_day: int
     left_bytes: int
@@ -73,9 +72,8 @@ class EnduranceReport:
 
 
 class EnduranceAccount:
-    """The account of bytes that may be written to one NVMe drive. With `bytes_per_day` 0 there is no limit, and nothing
-    is saved. Otherwise nothing is granted before `begin`.
-    """
+    """The account of the bytes that may be written to one NVMe drive. With `bytes_per_day` 0 there is no limit, and
+    nothing is saved. Otherwise no write is granted before `begin`."""
 
     def __init__(self, bytes_per_day: int, clock: Clock, counters: Counters) -> None:
         self._bytes_per_day = bytes_per_day
@@ -93,9 +91,9 @@ class EnduranceAccount:
         self._was_spent = False
 
     def begin(self, save: Save, saved: bytes | None, *, was_lost: bool = False) -> None:
-        """Start to grant bytes. `save` makes a budget durable, or raises OSError. `saved` is what it saved last, None
-        on a first start (a full day's worth). `was_lost`: the saved budget is damaged, so the account starts empty.
-        """
+        """Start to grant writes. `save` makes a budget durable, or raises OSError. `saved` is the budget that was saved
+        last; None means a first start, with the bytes of a full day. With `was_lost` the saved budget is damaged, so
+        the account starts empty."""
         if self._bytes_per_day:
             self._save = save
             left = unpacked(saved) if saved is not None else EMPTY if was_lost else None
@@ -115,9 +113,8 @@ class EnduranceAccount:
         return budget.left_bytes(self._clock.monotonic_ns()) < SCARCE_SHARE * budget.burst_bytes
 
     def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> WriteVerdict:
-        """Take `nbytes` from the budget for `tenant`. Return GRANTED, or the reason why not. Callers that wait
-        (`waited`) come before others of the same tenant.
-        """
+        """Take `nbytes` to be written for `tenant` from the account. Return GRANTED, or the reason why they may not be
+        written now. A caller that waits in a queue sets `waited`; it comes before others of its tenant."""
         verdict = self._judge(tenant, nbytes, waited)
         if verdict is WriteVerdict.GRANTED:
             self._counters.add("endurance_bytes", nbytes)
@@ -125,13 +122,13 @@ class EnduranceAccount:
 
     @property
     def left_bytes(self) -> int | None:
-        """The bytes that could be granted now, None where there is no limit."""
+        """The number of bytes that could be granted now, None if writes have no limit."""
         if self._is_waiting:
             return 0
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
     def reject(self, tenant: int) -> WriteVerdict:
-        """Return the reason why a request of `tenant` for more than is left is refused, as `charge` would."""
+        """Return the reason why a write of `tenant` for which too few bytes are left is refused."""
         if self._is_waiting:
             return WriteVerdict.SAVING
         now_ns = self._clock.monotonic_ns()
@@ -142,7 +139,8 @@ class EnduranceAccount:
         return WriteVerdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
-        """Take `nbytes` for a write that no tenant asked for. Return False when the allotment does not cover it."""
+        """Take `nbytes` for a write that no tenant asked for. Return False, having taken nothing, when the allotment
+        (the part of the budget that may be spent now) has less."""
         if self._is_waiting:
             return False
         if self._budget is not None:
@@ -164,11 +162,10 @@ class EnduranceAccount:
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> WriteVerdict:
-        """Take bytes for `tenant` as `charge` does, waiting up to `timeout_s` until the budget has earned them, in the
-        order of calls. Return GRANTED, or the last reason why not. `cost()` returns the bytes to take, `TOO_MUCH`, or
-        None to stop waiting; it is called before each try. With `allotment_only` wait only while an allotment is being
-        saved.
-        """
+        """Take bytes for `tenant` as `charge` does, waiting up to `timeout_s` seconds until the budget has earned them,
+        in the order of calls. Return GRANTED, or the last reason why not. `cost()` is called before each try and
+        returns the bytes to take, `TOO_MUCH`, or None to stop waiting. With `allotment_only` wait only while an
+        allotment (the part of the budget that may be spent) is being saved."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         verdict = WriteVerdict.SPENT
@@ -193,13 +190,14 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Give back `nbytes` that `tenant` was charged, since they were not written."""
+        """Give back to the budget `nbytes` that `tenant` was charged, since they were not written."""
         self.refund_unasked(nbytes)
         if self._budget is not None:
             self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
 
     def tick(self) -> None:
-        """Take a new allotment before the old one is spent. Call it a few times a second."""
+        """Move a new allotment of bytes out of the saved budget before the old one is spent. Call it a few times a
+        second."""
         self._allot_ahead(0)
 
     def report(self) -> EnduranceReport:
@@ -213,7 +211,7 @@ class EnduranceAccount:
         )
 
     async def close(self) -> None:
-        """Save the unspent rest of the budget. A closed account grants nothing any more."""
+        """Save the bytes that were not spent for the next process. A closed account grants nothing any more."""
         if self._allotting is not None:
             await asyncio.wait([self._allotting])
         if self._budget is None or self._save is None:

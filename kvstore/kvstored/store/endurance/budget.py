@@ -34,9 +34,8 @@ _DECAY_STEP_S = 60.0
 
 
 def medium_bytes(slot_bytes: int) -> int:
-    """Return how many bytes a block in a slot of `slot_bytes` costs the medium over its whole life, without
-    the sync.
-    """
+    """Return how many bytes are written to the medium, over its whole life, for a block in a slot of `slot_bytes`;
+    syncs are not included."""
     return slot_bytes + OVERHEAD_BYTES
 
 
@@ -51,9 +50,8 @@ class WriteVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedBudget:
-    """The part of the budget that outlives the process. `monotonic_ns` is compared only on the same boot (`boot_id`);
-    otherwise `wall_ns` says how long no process ran.
-    """
+    """The saved form of the endurance budget. `monotonic_ns` is compared only on the same boot of the machine
+    (`boot_id`); otherwise `wall_ns` says how long no process ran."""
 
     level_bytes: int
     monotonic_ns: int
@@ -71,16 +69,17 @@ class ClockReading:
     boot_id: str
 
     def since_ns(self, saved: SavedBudget) -> int:
-        """Return the nanoseconds from `saved` to this reading; never negative, however the wall clock was set."""
+        """Return the nanoseconds from the saved reading `saved` to this one; never negative, even if the wall clock was
+        set back."""
         if saved.boot_id and saved.boot_id == self.boot_id:
             return max(0, self.monotonic_ns - saved.monotonic_ns)
         return max(0, self.wall_ns - saved.wall_ns)
 
 
 class BurstBudget:
-    """A token bucket of bytes to write, which holds one day's worth. `saved` is the budget of an earlier process; None
-    on a first start, with a full bucket.
-    """
+    """A token bucket of bytes that may be written, which holds at most one day's bytes. An allotment is taken out of it
+    and saved before its bytes may be spent, so that a crash gives none away twice. `saved` is the budget of an earlier
+    process; None on a first start, with a full bucket."""
 
     def __init__(self, bytes_per_day: int, saved: SavedBudget | None, now: ClockReading) -> None:
         self.bytes_per_day = bytes_per_day
@@ -101,9 +100,8 @@ class BurstBudget:
         return int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
 
     def spend(self, nbytes: int, now_ns: int) -> WriteVerdict:
-        """Take `nbytes` from the allotment (the part that may be spent). Return GRANTED, SAVING when a new allotment
-        would cover it, or SPENT.
-        """
+        """Take `nbytes` from the allotment (the part of the budget that may be spent now). Return GRANTED; SAVING when
+        a new allotment would cover them; or SPENT."""
         if nbytes <= self._allotted_bytes:
             self._allotted_bytes -= nbytes
             self.spent_bytes += nbytes
@@ -118,16 +116,16 @@ class BurstBudget:
     # Allotments
 
     def wants_allotment(self, wanted_bytes: int, now_ns: int) -> bool:
-        """Return whether to take a new allotment now. `wanted_bytes` is what a waiting write needs, 0 for none."""
+        """Return whether to take a new allotment out of the budget now. `wanted_bytes` is the size of a write that
+        waits, 0 for none."""
         if self._saving_bytes:
             return False
         self._refill(now_ns)
         return self._level_bytes >= 1 and self._allotted_bytes < max(wanted_bytes, self.chunk_bytes // 2)
 
     def begin_allotment(self, wanted_bytes: int, now: ClockReading) -> SavedBudget:
-        """Take an allotment out of the bucket, and return the budget to save before it may be spent. Call
-        `end_allotment` next. `wanted_bytes` is what a waiting write needs.
-        """
+        """Take an allotment (a part that may be spent) out of the bucket, and return the budget to save before it may
+        be spent. Call `end_allotment` next. `wanted_bytes` is the size of a write that waits."""
         self._refill(now.monotonic_ns)
         needed = max(self.chunk_bytes, wanted_bytes - self._allotted_bytes)
         self._saving_bytes = min(int(self._level_bytes), needed)
@@ -145,7 +143,8 @@ class BurstBudget:
         self._saving_bytes = 0
 
     def close(self, now: ClockReading) -> SavedBudget:
-        """Return the budget to save at an orderly end, with the unspent allotment. Nothing can be spent afterwards."""
+        """Return the budget to save when the daemon stops in order, which includes the bytes not spent. Nothing can be
+        spent afterwards."""
         self._refill(now.monotonic_ns)
         left_bytes = int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
         self._level_bytes, self._allotted_bytes, self._saving_bytes = 0.0, 0, 0
@@ -162,13 +161,13 @@ class BurstBudget:
 
 
 class FairShares:
-    """The fair portions of a scarce endurance budget: a tenant that has written more than its part has to wait.
+    """A rule that divides a scarce budget of writes fairly: a tenant that has written more than its part has to wait.
 
-    While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not
-    be held back. Below that, a tenant that has written more than its part of the recent writes of all active tenants
-    waits for the others to catch up, or for the bucket to rise again. So a noisy tenant can burn half the bucket, never
-    the half that is kept for the others. A tenant may be ahead by `slack_bytes`, so that single blocks do not decide.
-    """
+    While more than half a day's bytes are left, the first to ask is served: budget that no other tenant wants should
+    not be held back. Below that, a tenant that has written more than its part of the recent writes of all active
+    tenants waits for the others to catch up, or for the bucket to fill again. So one tenant can use up half the bucket,
+    never the half that is kept for the others. A tenant may be ahead by `slack_bytes`, so that single blocks do not
+    decide."""
 
     def __init__(self, slack_bytes: int) -> None:
         self._slack_bytes = slack_bytes

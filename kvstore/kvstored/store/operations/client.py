@@ -80,6 +80,5 @@ class Client:
         return group is not None and not group.window_blocks(self.fingerprint.block_tokens)
 
     def put_ended(self) -> None:
-        """Do the client's work at the end of a put: from now on the put reads none of the client's memory. Here that is
-        nothing.
-        """
+        """Note that a put of this client has ended: it reads none of the client's memory any more. This class does
+        nothing."""

@@ -24,7 +24,7 @@ SETTLE_TIMEOUT_S = 2.0  # for blocks that are being copied to another tier just 
 
 
 class Fate(Enum):
-    """The result of a deletion for one key."""
+    """The result of a deletion for one of its keys."""
 
     DELETED = "deleted"
     MISSING = "missing"  # was not stored
@@ -47,8 +47,7 @@ class DeletionResult:
 
 class Delete:
     """The operation that deletes blocks for clients and notes each deletion in the log `deletions`. It waits for copies
-    under way, and removes the blocks from remote tiers as well, where another process could find them again.
-    """
+    under way. Since another process could find the blocks again in remote tiers, it removes them there as well."""
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         self._residency, self._writeback = store.residency, store.writeback

@@ -30,9 +30,9 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """A question to remote tiers: which of the blocks `missing` of a chain do they have? `parents` are the keys of the
-    blocks before each. `entered` is set when the blocks found before the deadline are in the block index.
-    """
+    """A question to remote tiers, which of the blocks `missing` of a chain they have. `parents` has, for each of these
+    blocks, the key of the block before it. `entered` is set when the blocks found before the deadline are in the block
+    index."""
 
     def __init__(
         self, client: Client, missing: Sequence[bytes], parents: Sequence[bytes], group: int, deletions: int
@@ -52,8 +52,7 @@ class Question:
 
 class Discovery:
     """The component that asks a store's remote (key-addressed) tiers for blocks that the block index does not have.
-    `value` estimates whether a question pays; `times` maps a tier's position to how long its answers took.
-    """
+    `value` estimates whether a question pays; `times` maps a tier's position to how long the tier's answers took."""
 
     def __init__(self, store: Store) -> None:
         self._residency, self._tiers, self._rooms = store.residency, store.keyed, store.rooms
@@ -71,9 +70,8 @@ class Discovery:
         return bool(self._tiers)
 
     def declines(self, client: Client, blocks: int) -> bool:
-        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks does not pay. When it
-        returns False, call `ask`, which decides.
-        """
+        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks of `client` does not
+        pay. When it returns False, call `ask`, which decides."""
         if not self.is_possible:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):

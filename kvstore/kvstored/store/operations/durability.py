@@ -42,13 +42,12 @@ def settle_present(
     mode: DurabilityMode,
     durability: bytearray,
 ) -> Settling:
-    """Find which blocks of a put, stored already before it, are durable.
+    """Find out which blocks of a put that were stored before it are durable.
 
-    `found` has the position in the request and the row in the block table of each such block, in chain order. The
+    `found` has, for each such block in chain order, its position in the request and its row in the block table. The
     entries of `durability` at the positions of durable blocks are set. For the other blocks that `mode` wants durable,
-    return by position the future that says whether the block becomes durable. Call it before the event loop's next turn
-    after the blocks were found, since only write-back pins them.
-    """
+    return by position a future that says whether the block becomes durable. Call it before the event loop's next turn
+    after the blocks were found, since only write-back pins them."""
     settling: Settling = {}
     if writeback is None:
         return settling

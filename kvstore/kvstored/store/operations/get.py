@@ -40,8 +40,8 @@ class Gets:
         self._wait_ms = store.config.movement.acquire_wait_ms
 
     def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
-        """Lease the requested blocks without waiting. Return None when a block must first be promoted, verified or
-        asked for."""
+        """Lease the requested blocks to `client` without waiting. Return None when a block must first be promoted or
+        verified, or a remote tier be asked for one."""
         resident = rows = self._run(client, asked)
         mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
@@ -80,8 +80,7 @@ class Gets:
         """Serve a get in parts. Yield an Outlook first, then a GrantedRun for each run of blocks that becomes readable,
         and at last an Acquired that says why the chain ends. Blocks left when the caller stops or the time is up are
         unpinned. The first `held` blocks are in the engine's own memory: their access is counted, and they are not
-        loaded. Policies are notified at the end: before the blocks are mapped, they would see a request for the mapped
-        ones alone."""
+        loaded. Policies are notified of the request at the end, when its blocks are mapped."""
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))

@@ -83,9 +83,8 @@ class LookUp:
             await self._discovery.wait(question, max(left_ms, 0))
 
     def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
-        """Look up the blocks `keys` (packed, 16 bytes each). `usable_of` gets one bool for each key, True when its
-        block is present, and returns how many leading blocks can be restored.
-        """
+        """Look up the blocks `keys` (packed, 16 bytes each) for `client`. `usable_of` gets one bool for each key, True
+        when its block is present, and returns how many leading blocks can be restored."""
         residency, blocks = self._residency, len(keys) // KEY_BYTES
         found = self._retention.find_each(client.tenant_id, keys)
         rows = self._promoter.reachable(found, exact=client.exact)
@@ -150,9 +149,8 @@ class Hints:
         return PrefetchResult(resident, scheduled, len(rows), scheduled_bytes)
 
     def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
-        """Give the policies the expectation `hint` about the chain `keys`. `due_in_ms` is in how many milliseconds a
-        request for the chain is due, or None. Return how many leading blocks of the chain are stored.
-        """
+        """Give the policies an engine's expectation `hint` about the chain `keys`. `due_in_ms` is in how many
+        milliseconds a request for the chain is due, or None. Return how many leading blocks of the chain are stored."""
         now_ns = self._clock.monotonic_ns()
         known = self._residency.find_keys(client.tenant_id, keys)
         if due_in_ms is not None:

@@ -96,12 +96,12 @@ class Puts:
             await asyncio.wait(set(self._running))
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
-        """Start a put of `offer`, and yield its answers: one when the blocks are published, and a final one when it is
-        known which are durable. The first part has begun when this returns, if it needs no eviction.
+        """Start a put of the blocks in `offer`, and yield its answers: one when the blocks are published (readable),
+        and a final one when it is known which are durable. The first part has begun when this returns, if it needs no
+        eviction.
 
-        A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. After a
-        bug in between, the task takes back the begun blocks, and raises the error.
-        """
+        A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. If an
+        error in the code ends the task, it takes back the begun blocks, and raises the error."""
         tenant = client.tenant_id
         self._feed.put(
             tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()

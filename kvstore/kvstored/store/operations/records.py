@@ -27,7 +27,7 @@ NOWHERE = -1
 
 
 class StoreStatus(IntEnum):
-    """The result of a put for one block."""
+    """The result of a put for one block: stored, or why not."""
 
     FAILED = 0
     STORED = 1
@@ -54,7 +54,7 @@ class StagedBlocks(Protocol):
 
 
 class Reserved(StagedBlocks, Protocol):
-    """The blocks of a put that the client wrote directly into slots of the tier."""
+    """The blocks of a put that the client wrote directly into slots it had reserved in the mapped tier."""
 
     def take(self, offset: int) -> Slot:
         """Return the slot of the block at `offset`. From now on it belongs to that block: attach it to the block's row
@@ -63,7 +63,7 @@ class Reserved(StagedBlocks, Protocol):
         ...
 
     def end(self) -> None:
-        """Free the slots that were not taken. A second call does nothing."""
+        """Free the reserved slots that were not taken for a block. A second call does nothing."""
         ...
 
 
@@ -165,22 +165,20 @@ class GetRequest:
         return len(self.keys) // KEY_BYTES
 
     def wait_ms(self, most_ms: int) -> int:
-        """Return for how many milliseconds this request may wait; `most_ms` is the daemon's own bound."""
+        """Return for how many milliseconds this request may wait: the smaller of its own two bounds. `most_ms` is the
+        daemon's bound, which replaces a bound that is not given."""
         return min(self.max_wait_ms or most_ms, self.deadline_ms or most_ms)
 
     def device_tiers_of(self, client: Client) -> TierSet:
-        """Return the tiers in the memory of the client's device in which a lease may name blocks; none if `host_only`
-        is set.
-        """
+        """Return the tiers on the device of `client` whose copies a lease may contain; none if `host_only` is set."""
         return NO_TIERS if self.host_only else client.device_tiers
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedRun:
-    """A lease on consecutive blocks of a chain, from position `first` on, all readable now. `rows` and `slots` have one
-    entry for each block. `promoted` counts the blocks that were read for this get, by the tier they came from.
-    `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now.
-    """
+    """A lease on consecutive blocks of a chain, all readable now. `first` is the position of the first one. `rows` and
+    `slots` have one entry for each block. `promoted` counts the blocks that were read for this get, by the tier they
+    came from. `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now."""
 
     first: int
     lease_id: int
@@ -207,17 +205,15 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The expected time at which each stored block of a get is readable. For each block, `tiers` has the fastest tier
-    that holds it, and `ready_us` the microseconds until it is readable.
-    """
+    """The expected loading times of a get. For each stored block, `tiers` has the fastest tier that holds it, and
+    `ready_us` the microseconds until it is readable."""
 
     tiers: list[int]
     ready_us: list[int]
 
     def add(self, tiers: Sequence[int], ready_us: Sequence[int]) -> None:
-        """Append blocks that follow the known ones in the chain and are loaded beside them. None of them is ready
-        before them.
-        """
+        """Append blocks that follow the present ones in the chain and are loaded at the same time; `tiers` and
+        `ready_us` have an entry for each. None of them is expected before the present ones."""
         last_us = max(self.ready_us, default=0)
         self.tiers.extend(tiers)
         self.ready_us.extend(max(last_us, each) for each in ready_us)

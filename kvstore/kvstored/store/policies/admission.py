@@ -13,9 +13,8 @@ from kvstored.store.policies.base import WARM_WORTH, EvictionPolicy, Weighs
 
 
 class Admission(ABC):
-    """A rule that decides which blocks are written to a tier. It asks the block index and changes nothing. `above` is
-    the policy of the tier that blocks come from.
-    """
+    """A rule that decides which blocks are written to a tier. It reads the block index and changes nothing. `above` is
+    the policy of the tier from which the blocks come."""
 
     def __init__(self, residency: ResidencyView, tier: int, above: EvictionPolicy | None = None) -> None:
         self.residency = residency
@@ -27,9 +26,8 @@ class Admission(ABC):
         return self.residency.dependents(row, self.tier) > 0 or self._worth(row, now_ns)
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
-        """Return whether the expected uses of the block's chain decide about the block at `row`, and not its number of
-        uses so far.
-        """
+        """Return True if this rule decides about the block at `row` by its chain's expected uses, False if by the
+        block's number of uses so far."""
         return False
 
     @abstractmethod
@@ -71,12 +69,11 @@ class Reused(Admission):
 
 class ByWorth(SecondTouch):
     """An admission of blocks whose expected uses an hour are high enough: at least `keep_worth` of the policy of the
-    tier above, or warm where that is 0. Without an estimate (that policy has none, or decides as LRU for now) two uses
-    admit a block, as with SecondTouch.
+    tier above or, if that is 0, as many as of a warm block. Without an estimate (that policy has none, or decides as
+    LRU for now) two uses admit a block, as with SecondTouch.
 
     So a new session is written if similar sessions come back, and a prompt similar to ones that are never asked for
-    again is not. A bad choice if every block must survive a restart.
-    """
+    again is not. A bad choice if every block must survive a restart."""
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
         return self._known(row, now_ns) is not None

@@ -69,10 +69,9 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """An engine's description of a request. A policy must work without it. `number` identifies the request in
-    `answered`, which is called when the request ends if `is_answered_later`. `kind` is the engine's name for this type
-    of request.
-    """
+    """An engine's description of a request, for policies; a policy must work without it. `number` names the request in
+    a later call of `answered`, which is made when the request ends if `is_answered_later` is set. `kind` is the
+    engine's name for this type of request."""
 
     number: int
     input_tokens: int = 0
@@ -95,9 +94,9 @@ class ChainHint:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The translation of a state saved by an earlier process. `tenants` maps its tenant numbers to present ones (-1:
-    the tenant is gone), `later_ns` is to be added to saved times, `now_ns` is the time now.
-    """
+    """The facts by which a policy translates a state that an earlier process saved. `tenants` maps that process's
+    tenant numbers to present ones (-1: the tenant is gone), `later_ns` is to be added to saved times, `now_ns` is the
+    time now."""
 
     tenants: npt.NDArray[np.int64]
     later_ns: int
@@ -105,9 +104,8 @@ class Origin:
 
 
 class EvictionPolicy(ABC):
-    """A policy: it decides which blocks leave one tier. The module describes the obligations of policy and caller. It
-    is notified of the tier's events by the block index. `name` is the configured name of the policy.
-    """
+    """A policy: it decides which blocks leave one tier to make room. The block index notifies it of the tier's events.
+    `name` is the configured name of the policy."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
@@ -119,16 +117,16 @@ class EvictionPolicy(ABC):
         self.shares: dict[int, Share] = {}
 
     def set_share(self, tenant: int, share: Share) -> None:
-        """Set the share of `tenant` in this tier from now on. The caller ensures that all minima together fit the
-        capacity.
-        """
+        """Set the share of the tier that `tenant` may and must get, from now on. The caller ensures that the guaranteed
+        minima of all tenants together fit the tier's capacity."""
         if share == Share():
             self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
 
     def spares_minimum(self, row: int) -> bool:
-        """Return whether the tenant of the block at `row` keeps its guaranteed bytes in this tier without it."""
+        """Return whether the tenant of the block at `row` would still have its guaranteed bytes in this tier after the
+        block's eviction."""
         tenant = self.residency.tenant_of(row)
         share = self.shares.get(tenant)
         if share is None:
@@ -145,7 +143,8 @@ class EvictionPolicy(ABC):
         """
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """Add the blocks `rows`, which were in the tier before this policy was made, the first to evict first."""
+        """Add the blocks `rows`, which were in the tier before this policy was made. The first of them should be
+        evicted first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
             self.inserted((row,), last_access_ns[row])
@@ -173,10 +172,9 @@ class EvictionPolicy(ABC):
         """
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
-        """Return up to `limit` rows in the order in which `next_victim` would return them, each after the one before
-        had left. They are consecutive blocks of a chain, the last one first. The list may be shorter than `limit`, and
-        is empty if none may be evicted.
-        """
+        """Return up to `limit` rows in the order in which `next_victim` would return them if each were evicted. They
+        are consecutive blocks of a chain, the last one first. The list may be shorter than `limit`, and is empty if no
+        block may be evicted."""
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
 
@@ -184,19 +182,21 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
-        """Return the class of each of `rows`, which are in this tier, as an array: 0 is cold, 1 warm, 2 hot."""
+        """Return an array with a number for each of `rows`, which are in this tier: how soon its block is expected to
+        be used again, compared with the others. 0 is cold, 1 warm, 2 hot."""
 
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        """Return the class of the block at `row`, which is in this tier."""
+        """Return the class of the block at `row`, which is in this tier: hot, warm or cold by how soon it is expected
+        to be used again."""
         return _CLASSES[self.classes(np.array([row]), now_ns)[0]]
 
     def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Return how many blocks of the tier are in each class. A million blocks take some 10 ms."""
+        """Return the number of hot, warm and cold blocks in the tier. A million blocks take some 10 ms."""
         counts = np.bincount(self.classes(self._here(), now_ns), minlength=len(_CLASSES))
         return dict(zip(_CLASSES, counts.tolist(), strict=True))
 
     def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Return the bytes of the tier's slots whose blocks are in each class."""
+        """Return the bytes of the tier's slots that hold hot, warm and cold blocks."""
         rows = self._here()
         nbytes = np.frombuffer(self.residency.copies[self.tier].nbytes, np.uint32)[rows]
         found = np.bincount(self.classes(rows, now_ns), nbytes, len(_CLASSES))
@@ -221,8 +221,7 @@ class Learns(ABC):
     @abstractmethod
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
         """Note a request by `tenant` that used the blocks `rows` (perhaps none), as `accessed` does, and also wanted
-        the blocks with the keys `missing` after them. No tier has those; they may be stored next.
-        """
+        the blocks with the keys `missing` after them. No tier has the latter; they may be stored next."""
 
     @abstractmethod
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
@@ -232,17 +231,16 @@ class Learns(ABC):
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """Yield the learned state in pieces, each made in at most half a millisecond. It names blocks by key and
-        tenant, and none for which `forget` was called. Events may come between two pieces: their changes may be
-        included or not.
-        """
+        """Yield the learned state in named pieces, each made in at most half a millisecond. It names blocks by key and
+        tenant, and leaves out blocks for which `forget` was called. Events may come between two pieces: their changes
+        may be included or not."""
 
     @abstractmethod
     def import_state(self, state: State, origin: Origin) -> None:
-        """Continue from `state`, the joined pieces of a policy of the same name and tier. Call it before any event but
-        `adopt`. Blocks in it that are not stored any more count as evicted. Raises ValueError, having changed nothing,
-        for a state that this version or these settings cannot use.
-        """
+        """Continue from `state`, the joined pieces that a policy of the same name and tier exported. `origin`
+        translates its tenants and times. Call it before any event but `adopt`. Blocks in it that are not stored any
+        more count as evicted. Raises ValueError, having changed nothing, for a state that this version or these
+        settings cannot use."""
 
     @abstractmethod
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
@@ -256,13 +254,12 @@ class Listens(ABC):
 
     @abstractmethod
     def expect(self, context: RequestContext) -> None:
-        """Note that the next call of `accessed` or `requested` belongs to the request that `context` describes."""
+        """Note that the next call of `accessed` or `requested` is about the request that `context` describes."""
 
     @abstractmethod
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
-        """Note that the request that `context.number` of `expect` named has ended with `output_tokens` tokens. `hint`
-        is the engine's expectation of what follows.
-        """
+        """Note that the request whose `context.number` was `number` has ended with `output_tokens` tokens. `hint` is
+        what the engine expects of the chain now, for example when the next request comes."""
 
     @abstractmethod
     def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
@@ -289,10 +286,9 @@ class Weighs(ABC):
 
     @abstractmethod
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Return whether the new block `key` is worth less than `victim`, whose place it would take; then it and the
-        blocks after it are not stored. `depth` is its place in its chain, from 0. It is called right after
-        `next_victim`.
-        """
+        """Return True if the new block `key` of `tenant` has fewer expected uses than the block at row `victim`, which
+        would be evicted for it. Then the new block and the blocks after it are not stored. `depth` is its place in its
+        chain, from 0. It is called right after `next_victim`."""
 
 
 _NOTHING = ChainHint()
@@ -309,9 +305,8 @@ def deliver_hint(
 ) -> None:
     """Pass an engine's `hint` to all of `policies` that use hints.
 
-    It is about the chain of `tenant` that ends with the block `key`. An expected request (`due_ns`) is reported for the
-    stored leading blocks `rows` instead, since a queued prompt ends with blocks that are new.
-    """
+    The hint is about the chain of `tenant` that ends with the block `key`. If it announces a request (`due_ns`), that
+    is reported for the stored leading blocks `rows` instead, since a queued prompt ends with blocks that are new."""
     listening = [policy for policy in policies if isinstance(policy, Listens)]
     of_the_end = replace(hint, due_ns=None)
     if of_the_end != _NOTHING:

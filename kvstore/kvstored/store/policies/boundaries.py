@@ -29,9 +29,9 @@ _SLICE_ROWS = 256  # between two pauses
 
 
 class Boundaries:
-    """A component that gives the lowest priority to blocks that no likely request needs ("spent" blocks), and takes it
-    back when a new branch needs them. It concerns sliding-window and recurrent layer groups.
-    """
+    """A component that gives the lowest priority to stored blocks that no likely request needs ("spent" blocks), and
+    takes it back when a new branch of a chain needs them. It concerns layer groups with sliding windows and recurrent
+    states, where a request needs few blocks."""
 
     def __init__(self, residency: Residency, priorities: Priorities, clock: Clock) -> None:
         self._residency, self._priorities, self._clock = residency, priorities, clock
@@ -124,9 +124,8 @@ class Boundaries:
             asyncio.get_running_loop().call_soon(self._go_on, steps)
 
     def learn(self) -> Iterator[None]:
-        """Take over the window sizes of fingerprints that were not known before, and mark the blocks that are stored
-        already. The generator pauses between steps so that other tasks can run.
-        """
+        """Read the window sizes of fingerprints that were not known before, and give the lowest priority to stored
+        blocks of them that no likely request needs. The generator pauses between steps so that other tasks can run."""
         residency, now_ns = self._residency, self._clock.monotonic_ns()
         known = [residency.window_of(kind.fingerprint_id, kind.group) for kind in residency.kinds]
         new = [number for number, window in enumerate(known) if window != residency.kind_window[number]]

@@ -73,9 +73,8 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
 
     @property
     def is_lru(self) -> bool:
-        """True while this policy decides as LRU (least recently used): too little is known yet, or LRU would
-        hit more.
-        """
+        """True while this policy decides as LRU (it evicts the block used longest ago): it knows too little yet, or LRU
+        would have more hits."""
         return self.follower.is_lru
 
     def set_share(self, tenant: int, share: Share) -> None:
@@ -264,7 +263,8 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
         return block_value(self.follower.book, chain, row, now_ns * NS) * HOUR_S
 
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
-        """Return classes by the chains' expected uses, once there are any; before, LRU's classes."""
+        """Return an array with the class of each of `rows` (0 cold, 1 warm, 2 hot), by the expected uses of the blocks'
+        chains. While the policy decides as LRU, the time of the last use decides."""
         found = self.follower.lru.classes(rows, now_ns)
         if self.follower.is_lru:
             return found

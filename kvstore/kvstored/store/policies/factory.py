@@ -66,7 +66,8 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
 
 
 def succeed(policy: EvictionPolicy, former: EvictionPolicy, now_ns: int) -> None:
-    """Let the new `policy` continue from the learned state of `former`, if both are of the same name and learn."""
+    """Let the new `policy` of a tier continue from what `former`, the tier's policy until now, has learned, if both
+    have the same name and learn."""
     if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
         state = joined(former.export_state())
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
@@ -95,9 +96,8 @@ def _adopt(policy: EvictionPolicy) -> None:
 
 
 def eviction_order(last_access_ns: npt.NDArray[np.uint64], depth: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Return positions in the two columns, in the order in which the blocks should be evicted: by last use, children
-    before parents.
-    """
+    """Return an array of positions in the two columns (last use and depth of each block), in the order in which the
+    blocks should be evicted: by last use, children before parents."""
     if not len(depth):
         return np.empty(0, np.int64)
     height = depth.max() - depth

@@ -25,8 +25,8 @@ class Lru(OrderedPolicy):
     """The policy lru: it evicts the block used longest ago. An event takes constant time; memory is 16 bytes for each
     row.
 
-    Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than a tier's worth.
-    """
+    A block is hot if fewer accesses came since its last use than a quarter of the blocks in the tier, and warm if fewer
+    than all of them."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""

@@ -32,12 +32,12 @@ def choose_tenant(
     first: Callable[[int], int],
     standing: Callable[[int], float],
 ) -> int:
-    """Return the row that leaves the policy's tier next, chosen among `tenants` tenants, or -1.
+    """Choose the tenant, among `tenants` tenant numbers, whose block leaves the policy's tier next. Return the row of
+    that block, or -1 if none may leave.
 
     `first(tenant)` returns the tenant's row that would be evicted first, or -1. Blocks of tenants over their maximum go
     first, then blocks of tenants with a lower priority; between equals, the row with the lower `standing(row)`. A
-    tenant at its minimum loses none.
-    """
+    tenant at its guaranteed minimum loses none."""
     residency, tier = policy.residency, policy.tier
     chosen = -1
     smallest: tuple[bool, int, float] | None = None
@@ -120,7 +120,7 @@ class OrderedPolicy(EvictionPolicy):
         self.rows += len(rows)
 
     def know(self, rows: Sequence[int]) -> int:
-        """Make room in the columns for `rows`, new blocks of one tenant. Return the tenant's number."""
+        """Extend the columns for `rows`, new blocks of one tenant. Return the tenant's number."""
         last = max(rows)
         if last >= len(self.where):
             self._grow(max(last + 1, self.residency.rows.capacity, len(self.where) + _GROWTH_MIN_ROWS))
@@ -213,7 +213,7 @@ class OrderedPolicy(EvictionPolicy):
         return found
 
     def here(self) -> npt.NDArray[np.bool_]:
-        """Return an array that says for each row number whether its block is in the tier."""
+        """Return an array of bools: entry i is True if the block at row i is in the tier."""
         found: npt.NDArray[np.bool_] = np.frombuffer(self.where, dtype=np.uint8) != OUT
         return found
 

@@ -26,11 +26,10 @@ from kvstored.store.policies.rowqueue import QueueArrays, RowQueue
 
 
 class Queues:
-    """The queues of rows of each tenant: queues numbered from 0 for rows inside, and the door (queue number `inside`),
-    where new rows wait. `of` has the queues by tenant; `sizes`, by tenant, the number of rows in each queue but the
-    door, parked ones included. By row: `where` is its state as in `ordered`, `queue_of` its queue, and `uses` its uses
-    since it was stored or last looked at.
-    """
+    """The queues in which each tenant's rows wait for eviction. Queues with numbers from 0 hold rows that have been let
+    in; new rows wait in one more queue, the door (number `inside`). `of` has the queues by tenant, and `sizes` the
+    number of rows in each queue but the door, rows included that cannot be evicted now (parked). By row, `where` is the
+    state as in `ordered`, `queue_of` the queue, and `uses` the uses since the row was stored or last looked at."""
 
     __slots__ = ("door", "links", "of", "queue_of", "residency", "sizes", "uses", "where")
 
@@ -45,9 +44,8 @@ class Queues:
         self.uses = bytearray()
 
     def move(self, row: int, tenant: int, to: int) -> None:
-        """Move `row` to the back of the queue `to` of `tenant`. A parked row (one that could not be evicted) is queued
-        again.
-        """
+        """Move `row` to the back of the queue number `to` of `tenant`. A parked row (one that could not be evicted) is
+        queued again."""
         if self.where[row] == QUEUED:
             self.unlink(row, tenant)
         sizes, before = self.sizes[tenant], self.queue_of[row]
@@ -66,16 +64,15 @@ class Queues:
         self.sizes.append([0] * self.door)
 
     def grow(self, rows: int) -> None:
-        """Let the columns have `rows` rows in total."""
+        """Extend the columns to `rows` rows."""
         self.links.grow(rows)
         for column in (self.queue_of, self.uses):
             column.extend(bytes(rows - len(column)))
 
 
 class Discipline(ABC):
-    """A rule over a few queues of rows: which queue a new block enters, what a use changes, and which block
-    is evicted.
-    """
+    """A rule over a few queues of rows, which makes a policy such as S3-FIFO: it decides which queue a new block
+    enters, what a use changes, and which block is evicted."""
 
     inside: int  # how many queues there are behind the door
 
@@ -86,34 +83,32 @@ class Discipline(ABC):
         return self.queues.residency.key(row)
 
     def add_tenant(self) -> None:  # noqa: B027  # optional
-        """Add a tenant to the discipline; its queues exist already."""
+        """Note that there is a new tenant, whose queues exist already."""
 
     @abstractmethod
     def candidate(self, tenant: int, refused: Collection[int]) -> int:
-        """Return the row of `tenant` that would be evicted first, not counting rows in `refused` and at the door, or
-        -1. It may move rows that it spares to other queues.
-        """
+        """Return the row of `tenant` that would be evicted first, or -1. Rows in `refused`, and rows that wait at the
+        door (the queue of new rows), are not returned. It may move rows that it spares to other queues."""
 
     def entrance(self, row: int, tenant: int) -> int:
         """Return the number of the queue that the new `row` enters."""
         return 0
 
     def used(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
-        """Note that `row`, queued or parked, was used again."""
+        """Note that `row`, which is in a queue or is parked (cannot be evicted now), was used again."""
 
     def arriving(self) -> None:  # noqa: B027  # optional
-        """Note that blocks are about to be inserted."""
+        """Note that blocks are about to be inserted into the tier."""
 
     def stored(self, rows: Sequence[int], held: int) -> None:  # noqa: B027  # optional
-        """Note that the blocks `rows` were inserted; the tier has `held` rows now."""
+        """Note that the blocks `rows` were inserted into the tier, which has `held` rows now."""
 
     def leaving(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
         """Note that `row` is leaving the tier. It is still in its queue."""
 
     def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
-        """Note that a row of the queue number `queue` of `tenant` has left, and that a row that waited at the door has
-        been let in.
-        """
+        """Note that a row of the queue number `queue` of `tenant` has left the tier, and that a row that waited at the
+        door (the queue of new rows) has been let in."""
 
 
 def first_of(queue: RowQueue, refused: Collection[int]) -> int:

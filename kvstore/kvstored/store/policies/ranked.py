@@ -44,7 +44,7 @@ class Ranked(OrderedPolicy):
             self.where[row] = QUEUED
 
     def knows(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows among `rows` that are in this order, since they have a priority and a copy in the tier."""
+        """Return the rows among `rows` that are in this order, because they have a priority and a copy in the tier."""
         where = self.where
         return [row for row in rows if row < len(where) and where[row] != OUT]
 
@@ -124,9 +124,8 @@ class _BothByKey(_Both):
 
 
 class Priorities:
-    """The priorities of blocks. `in_tier` maps a tier to the order of its blocks with a priority; it is empty until the
-    first block gets one.
-    """
+    """The blocks that have a priority, in their order of eviction. `in_tier` maps a tier to the order of its blocks
+    with a priority; it is empty until the first block gets one."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -140,7 +139,7 @@ class Priorities:
             self._listen(policy)
 
     def set(self, row: int, priority: int, now_ns: int) -> None:
-        """Give the readable block at `row` this `priority`; 0 removes it."""
+        """Set the priority of the readable block at `row` to `priority`; 0 removes it."""
         residency = self._residency
         if residency.priority(row) == priority:
             return
@@ -158,7 +157,7 @@ class Priorities:
             residency.release(row)
 
     def resume(self) -> None:
-        """Order recovered blocks that have a priority by their last use."""
+        """Enter the recovered blocks that have a priority into the order, by their last use. Call it at the start."""
         priority = self._residency.rows.optional.view("priority")
         if priority is not None:
             rows = np.flatnonzero(priority)
@@ -167,9 +166,8 @@ class Priorities:
             self.begin(rows[np.argsort(last_ns, kind="stable")].tolist())
 
     def begin(self, rows: Sequence[int]) -> None:
-        """Order the blocks `rows`, which have a priority already, in each tier; among equals the first row is evicted
-        first.
-        """
+        """Enter the blocks `rows`, which have a priority already, into the order of each tier that has a copy. Of
+        blocks with equal priority, the first in `rows` is evicted first."""
         for tier, policy in self._policies.items():
             ranked = self.in_tier[tier] = Ranked(self._residency, tier)
             self._listen(policy)

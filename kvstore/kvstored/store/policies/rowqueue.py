@@ -18,7 +18,8 @@ _NONE = -1
 
 
 class QueueArrays:
-    """The two arrays of links that a family of row queues shares. A row is in at most one of the queues."""
+    """The two arrays of links (to the row before and the row after) that several queues of rows share. A row is in at
+    most one of the queues."""
 
     __slots__ = ("after", "before")
 
@@ -128,5 +129,5 @@ class TenantQueues:
         self.of: list[RowQueue] = []  # by tenant
 
     def add(self) -> None:
-        """Add an empty queue for the next tenant number."""
+        """Add an empty queue for the next tenant number to this set of queues."""
         self.of.append(RowQueue(self.links))

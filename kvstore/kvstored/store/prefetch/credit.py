@@ -45,12 +45,11 @@ class Standing(IntEnum):
 
 @dataclass(slots=True)
 class PrefetchFigures:
-    """The figures of prefetch for one tenant, or for all tenants; then `standing` is the lowest of any tenant. Bytes
-    are slot sizes.
+    """The figures of prefetch for one tenant, or for all tenants together. `standing` says how much a tenant may
+    prefetch; for all tenants it is the lowest of any tenant. Bytes are slot sizes.
 
-    `demanded_blocks` were promoted while a request waited for them. `spared_s` is the loading time that requests were
-    spared, by the rate of the links. `evicted_blocks` are wasted blocks that were evicted before their time was over.
-    """
+    `demanded_blocks` were promoted while a request waited for them. `spared_s` is the loading time in seconds that
+    requests were spared. `evicted_blocks` are wasted blocks that were evicted before their time was over."""
 
     standing: Standing = Standing.FULL
     prefetched_blocks: int = 0
@@ -140,9 +139,8 @@ class _Account:
 
 @dataclass(slots=True)
 class Hold:
-    """The time until which the prefetched blocks of one chain wait for its request: `until_s`. `renewed_s` is when the
-    policy was last asked to keep them; `blocks` is their number.
-    """
+    """A waiting time: the prefetched blocks of one chain wait until `until_s` for the chain's request. `renewed_s` is
+    when the policy was last asked to keep them; `blocks` is their number."""
 
     until_s: float
     renewed_s: float
@@ -151,9 +149,9 @@ class Hold:
 
 @dataclass(slots=True)
 class Held:
-    """A block that was prefetched and not used yet. `slot` is the place of its copy; `chain` is the last key of the
-    chain that the guess named, with its `probability`. `risk_bytes` are counted as waste until its fate is known.
-    """
+    """A block that was prefetched and not used yet. `slot` is the place of its copy. `chain` is the last key of the
+    chain that the predictor expects to be requested with the chance `probability`. `risk_bytes` count as waste until
+    the block is used or lost."""
 
     chain: bytes
     nbytes: int
@@ -165,9 +163,8 @@ class Held:
 
 
 class PrefetchCredit:
-    """The record of how useful prefetch was for each tenant, which decides how much a tenant gets. Prefetched blocks
-    that wait for their use take at most `most_held_bytes` of the mapped tier.
-    """
+    """A record of how useful prefetch was for each tenant, which decides how many bytes may be prefetched for it.
+    Prefetched blocks that wait for their use take at most `most_held_bytes` of the mapped tier."""
 
     def __init__(self, waste_limit: float, min_probability: float, most_held_bytes: int, counters: Counters) -> None:
         self._waste_limit = waste_limit
@@ -183,9 +180,8 @@ class PrefetchCredit:
     # What may be brought
 
     def may_bring(self, tenant: int, probability: float, nbytes: int, under_way: int, now_s: float) -> bool:
-        """Return whether to prefetch a block of `nbytes` for `tenant`, of a chain that is requested with this
-        `probability`, while `under_way` blocks of the tenant are being prefetched.
-        """
+        """Return whether a block of `nbytes` may be prefetched for `tenant` at `now_s`. Its chain is expected to be
+        requested with this `probability`, and `under_way` blocks of the tenant are being prefetched."""
         if probability < self._min_probability or self._held_bytes >= self._most_held_bytes:
             return False
         account = self._account(tenant)
@@ -207,9 +203,8 @@ class PrefetchCredit:
     # What happened
 
     def brought(self, tenant: int, key: bytes, held: Held, until_s: float) -> None:
-        """Note that the block `key` was prefetched and no request has wanted it yet; it waits until `until_s`. If an
-        earlier prefetched copy is known, it counts as wasted.
-        """
+        """Note that the block `key` was prefetched as `held` describes, and no request has wanted it yet; it waits
+        until `until_s`. If an earlier prefetched copy is known, that copy counts as wasted."""
         if key in self.held_of(tenant):
             self.wasted(tenant, key, held.landed_s, is_evicted=True)
         account = self._account(tenant)
@@ -230,9 +225,8 @@ class PrefetchCredit:
         figures.prefetched_bytes += held.nbytes
 
     def late(self, tenant: int, nbytes: int, probability: float, now_s: float) -> None:
-        """Note that a request came for a block of `nbytes` while it was being prefetched, by a guess of this
-        `probability`.
-        """
+        """Note that a request came for a block of `nbytes` while the block was being prefetched. The predictor had
+        expected the request with this `probability`."""
         self._counters.add("predicted_blocks")
         self._counters.add("predicted_late_blocks")
         account = self._account(tenant)
@@ -252,7 +246,8 @@ class PrefetchCredit:
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Return whether the time in which the prefetched block `held` should have been used is over."""
+        """Return whether the time in which the prefetched block `held` of `tenant` should have been used is over at
+        `now_s`."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:
@@ -281,9 +276,8 @@ class PrefetchCredit:
         self._judge(account, held.nbytes, held.probability, now_s, is_used=False)
 
     def to_look_at(self, limit: int) -> list[tuple[int, bytes, Held]]:
-        """Return up to `limit` prefetched blocks that wait for their use: tenant, key and record. Calls go round all of
-        them in turn.
-        """
+        """Return up to `limit` prefetched blocks that wait for their use: tenant, key and record of each. Successive
+        calls go through all of them in turn."""
         found = []
         for _ in range(min(limit, len(self._looked_at))):
             waiting = tenant, key, held = self._looked_at.popleft()
@@ -310,9 +304,8 @@ class PrefetchCredit:
     # Over a restart
 
     def pieces(self) -> Iterator[Array]:
-        """Yield what decides how much each tenant gets, in small arrays of dtype CREDIT. Blocks that wait for their use
-        are left out.
-        """
+        """Yield the tenants' records to save, in small arrays of dtype CREDIT. Blocks that wait for their use are left
+        out."""
         rows = (
             (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
              [(bin_.used, bin_.judged) for bin_ in each.bins])

@@ -24,9 +24,9 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 
 class Feed:
-    """A distributor of events from the store's operations to policies and the predictor: each request once, hints, and
-    deletions. `policies` has the policies of all tiers. `compute` learns of misses and puts.
-    """
+    """A distributor of events to the policies and the predictor: it passes on each request once, hints, and deletions.
+    `policies` has the policies of all tiers. `compute` (an estimate of compute times) is notified of misses and
+    puts."""
 
     def __init__(
         self,
@@ -47,9 +47,8 @@ class Feed:
     def got(
         self, tenant: int, session: int, packed: bytes, found: int, context: RequestContext | None, now_ns: int
     ) -> None:
-        """Note that a get of the chain `packed` (16 bytes a key), whose first `found` blocks were there, has been
-        answered.
-        """
+        """Note that a get by `session` of the chain `packed` (16 bytes a key), whose first `found` blocks were stored,
+        has been answered."""
         if missing := packed[found * KEY_BYTES : (found + 1) * KEY_BYTES]:
             self._compute.missed(tenant, missing, now_ns)
         if not self._predictor.works or not packed:
@@ -60,8 +59,7 @@ class Feed:
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
         """Note a put of the blocks `keys`, which continue the block `parent`. An engine whose lookup finds nothing
-        sends no get, so the put of a whole chain is the first that policies learn of its request.
-        """
+        sends no get, so the put of a whole chain counts as its request."""
         if not keys:
             return
         is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)

@@ -27,9 +27,8 @@ Answer = TypeVar("Answer")
 
 
 def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
-    """Return the predictor `name`, or None for the name of no prediction. `model` is the file for a predictor that
-    needs a model. Raises ValueError with one line if the predictor cannot be used.
-    """
+    """Return the predictor `name`, or None if the name stands for no prediction. `model` is the file for a predictor
+    that needs a model. Raises ValueError with one line if the predictor cannot be used."""
     address = PREDICTORS[name]
     if not address:
         return None
@@ -42,9 +41,8 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
 
 
 class GuardedPredictor:
-    """A wrapper around a predictor: after its first exception it is not used any more, and no request fails. `failure`
-    is that exception's text, "" while the predictor works.
-    """
+    """A wrapper around a predictor that protects requests from its errors: after its first exception the predictor is
+    not used any more. `failure` is that exception's text, "" while the predictor works."""
 
     def __init__(self, predictor: Predictor | None) -> None:
         self._predictor = predictor
@@ -85,7 +83,7 @@ class GuardedPredictor:
         return self.attempt(checked, [])
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the predictor's learned state in pieces. It ends early if the predictor fails."""
+        """Yield the predictor's learned state in pieces to save. If the predictor fails, the pieces end there."""
         nothing: Iterator[Piece] = iter(())
         found = self.attempt(lambda predictor: predictor.export_state(), nothing)
         while (piece := self.attempt(lambda _: next(found, None), None)) is not None:
@@ -111,9 +109,8 @@ _PREDICTOR, _CREDIT, _ENDS = "predictor/", "credit", "ends"
 
 
 class PrefetchState:
-    """The state of one store's prefetch that is saved for a restart: the predictor's, the tenants' credit, and recent
-    requests.
-    """
+    """The saved form of one store's prefetch: what the predictor has learned, the tenants' credit, and recent
+    requests."""
 
     def __init__(self, predictor: GuardedPredictor, recent: RecentRequests, credit: PrefetchCredit) -> None:
         self._predictor = predictor
@@ -122,7 +119,7 @@ class PrefetchState:
 
     @property
     def name(self) -> str:
-        """The predictor's name. A state is used by a predictor of the same name only."""
+        """The predictor's name. A saved state is used only by a predictor of the same name."""
         return self._predictor.name
 
     @property

@@ -45,9 +45,8 @@ _Chain = tuple[int, bytes]
 
 
 class Lateness:
-    """A record of how late announced requests of one tenant came, as a share of the announced pause; inf stands for a
-    request that did not come.
-    """
+    """A record of how late the announced requests of one tenant came. A value is the delay divided by the announced
+    pause; inf stands for a request that did not come."""
 
     def __init__(self, latest: Iterable[float] = AT_FIRST) -> None:
         self._latest = deque(latest)
@@ -65,9 +64,8 @@ class Lateness:
         return list(self._latest)
 
     def between(self, after: float, until: float) -> tuple[float, float, float]:
-        """Return, for requests whose lateness is above `after`: the chance that it is at most `until`, and, of those,
-        the lateness that a tenth and that a half do not exceed.
-        """
+        """Return three numbers about the recorded requests whose lateness is above `after`: the chance that it is at
+        most `until`, and, of those, the lateness that a tenth and that a half of them do not exceed."""
         known = self._sorted
         begin, end = bisect_right(known, after), bisect_right(known, until)
         if end <= begin:
@@ -95,10 +93,9 @@ class _Due:
 
 
 class OnHint(Predictor):
-    """The predictor on-hint: it predicts the requests that engines' hints announce, as far as such hints were right
-    before. An event takes logarithmic time; `guesses` takes time in proportion to the hints half of whose pause has
-    passed.
-    """
+    """The predictor on-hint: it predicts the requests that engines announce by hints, with the probability that such
+    announcements were right before. An event takes logarithmic time; `guesses` takes time in proportion to the hints
+    half of whose announced pause has passed."""
 
     name = "on-hint"
 

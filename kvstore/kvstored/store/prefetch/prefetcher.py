@@ -95,7 +95,7 @@ class Prefetcher:
         self._pump_is_due = False
 
     def tick(self) -> None:
-        """Make a new plan and start promotions; call it a few times a second."""
+        """Make a new plan of blocks to prefetch and start promotions; call it a few times a second."""
         self._recent.tidy()
         if not self._predictor.works:
             return
@@ -103,7 +103,8 @@ class Prefetcher:
         self.wake()
 
     def wake(self) -> None:
-        """Make a new plan soon, since something was learned, unless one was made less than `PLAN_S` ago."""
+        """Make a new plan of blocks to prefetch soon, since the predictor has learned something, unless one was made
+        less than `PLAN_S` seconds ago."""
         is_due = self._now_s() - self._planned_s >= PLAN_S
         if self.is_enabled and self._predictor.works and is_due and self._planning is None:
             self._planned_s = self._now_s()

@@ -30,9 +30,8 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class UnmappedBlock:
-    """A block that is not in the mapped tier: its `token`, its slot's size, the tier `source` that it is read from, and
-    the seconds that this takes.
-    """
+    """A block that is not in the mapped tier and may be prefetched: its `token` names it, and `source` is the tier that
+    it is read from; its slot's size in bytes and the seconds that the read takes are known."""
 
     token: int
     nbytes: int
@@ -43,8 +42,7 @@ class UnmappedBlock:
 @dataclass(frozen=True, slots=True)
 class PrefetchCandidate:
     """A chain that will perhaps be requested, between `first_s` and about `due_s`. `key` is its last block; `blocks`
-    are its blocks that are not mapped, in the order of use. They would be held for it until `until_s`.
-    """
+    are its blocks that are not mapped, in the order of use. After a prefetch they are kept for it until `until_s`."""
 
     tenant: int
     key: bytes
@@ -55,13 +53,13 @@ class PrefetchCandidate:
     blocks: Sequence[UnmappedBlock]
 
     def uses_an_hour(self, now_s: float) -> float:
-        """Return the expected uses for each hour that a block brought at `now_s` is held."""
+        """Return the expected uses for each hour that a block of this chain is held, if it is prefetched at `now_s`."""
         held_s = self.probability * (self.due_s - now_s) + (1 - self.probability) * (self.until_s - now_s)
         return self.probability * HOUR_S / max(1.0, held_s)
 
     @property
     def value(self) -> float:
-        """The expected seconds of waiting saved for each byte that is brought."""
+        """The expected seconds of waiting that are saved for each byte that is prefetched."""
         nbytes = sum(block.nbytes for block in self.blocks)
         return self.probability * sum(block.load_s for block in self.blocks) / nbytes if nbytes else 0.0
 
@@ -89,9 +87,8 @@ class _Entry:
 
 
 class PrefetchQueue:
-    """A plan of blocks to prefetch, which chooses the next one. Each link has a budget of `budget_bytes_per_s` (0: no
-    limit) and at most `ahead_bytes` under way.
-    """
+    """A plan of blocks to prefetch, which chooses the next one. Each link (way from one tier to another) may move
+    `budget_bytes_per_s` (0: no limit), and at most `ahead_bytes` are under way on it."""
 
     def __init__(self, budget_bytes_per_s: int, ahead_bytes: int) -> None:
         self._budget_bytes_per_s = budget_bytes_per_s
@@ -147,9 +144,8 @@ class PrefetchQueue:
         self._plan = kept
 
     def next(self, now_s: float) -> tuple[PrefetchCandidate, UnmappedBlock] | None:
-        """Return the block to start now, with its chain, or None. It stays in the plan until `started`, `skip` or
-        `drop`.
-        """
+        """Return the chain and the block to prefetch now, or None if nothing is to be started. The block stays in the
+        plan until `started`, `skip` or `drop`."""
         for entry in self._plan:
             block = entry.left[-1]
             source = self._source(block.source)
@@ -159,7 +155,7 @@ class PrefetchQueue:
         return None
 
     def started(self, candidate: PrefetchCandidate, block: UnmappedBlock) -> None:
-        """Note that the promotion of `block` has started: it is under way until `ended`."""
+        """Note that the promotion of `block` for the chain `candidate` has started: it is under way until `ended`."""
         source = self._source(block.source)
         source.bucket.spend(block.nbytes)
         source.under_way_bytes += block.nbytes

@@ -48,17 +48,15 @@ class _Tenant:
 
 
 class RecentRequests:
-    """A record of the requests of the last minutes, by tenant, which says whether a get or put is a new request. Each
-    call takes constant time.
-    """
+    """A record of each tenant's requests of the last minutes. It says whether a get or put belongs to a new request.
+    Each call takes constant time."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, _Tenant] = {}
 
     def got(self, tenant: int, session: int, keys: Sequence[bytes], found: int, now_ns: int) -> bool:
         """Note a get of the chain `keys` by `session`, whose first `found` blocks were stored. Return True when it is a
-        new request, False for the second get of one.
-        """
+        new request, False for a repeated get of the same chain."""
         recent, last = self._of(tenant), keys[-1]
         recent.deleted.difference_update(keys)
         asked = (session, last)
@@ -98,9 +96,8 @@ class RecentRequests:
         return next((end for end in ends if end not in recent.deleted), keys[-1])
 
     def names(self, tenant: int, end: bytes) -> Sequence[bytes]:
-        """Return keys of the request whose last block is `end`, the deepest first. They may include the request's
-        answer, and may lack its last blocks.
-        """
+        """Return keys of blocks of the request whose last block is `end`, the deepest first. They may include blocks of
+        the request's answer, and may lack its last blocks."""
         recent = self._tenants.get(tenant)
         return (end,) if recent is None else recent.names.get(end, (end,))
 

@@ -39,10 +39,9 @@ class RemoteWrites:
 
 
 class TierGate:
-    """The judge of which blocks one tier should get. `admission` judges blocks that are evicted from the tier above,
-    `early` judges blocks that may be copied before (None: no block is). `refuses(row)` returns True for a block that
-    must not be written.
-    """
+    """The judge of which blocks one tier should get. `admission` is the rule for blocks that are evicted from the tier
+    above, `early` the rule for blocks that may be copied before that (None: no block is). `refuses(row)` returns True
+    for a block that must not be written."""
 
     def __init__(
         self, residency: ResidencyView, admission: Admission, early: Admission | None, bytes_per_s: int, clock: Clock,
@@ -130,10 +129,9 @@ class FrequencyAdmission:
 
 
 class TierIntake(NamedTuple):
-    """The parts by which a tier takes in blocks that no eviction sends to it. `link` leads to the tier, and `room`
-    finds slots there; `gate` says which blocks the tier should have. `frequency` decides whether a block may take
-    another's place in a full tier; None lets it take any place.
-    """
+    """The objects by which a tier takes in blocks that no eviction sends to it. `link` leads to the tier, and `room`
+    allocates slots there; `gate` says which blocks the tier should have. `frequency` decides whether a block may take
+    another's place in a full tier; None lets it take any place."""
 
     link: TierLink
     room: Room

@@ -29,11 +29,10 @@ Retire = Callable[[Slot, int], None]
 
 
 class Damage:
-    """The judge of copies whose bytes turned out damaged, lost or unreadable. `tiers` and `retire` are in the order of
-    the index's tiers; `retire[position](slot, tenant)` frees a slot of a tier in memory, and a slot of the durable tier
-    is quarantined. `commit` is None without a durable tier. `to_write_again` has the tokens of blocks whose durable
-    copy was bad and must be written again.
-    """
+    """The handler of copies whose bytes turned out damaged, lost or unreadable. `tiers` and `retire` are in the order
+    of the index's tiers. `retire[position](slot, tenant)` frees a slot of a tier in memory; a slot of the durable tier
+    is quarantined (kept out of use). `commit` is None without a durable tier. `to_write_again` has the tokens of blocks
+    whose durable copy was bad and must be written again."""
 
     def __init__(
         self,
@@ -54,9 +53,8 @@ class Damage:
         self.to_write_again: list[int] = []
 
     def is_copied(self, move: BlockMove, outcome: Outcome | Unmoved) -> bool:
-        """Return whether a move succeeded. If `outcome` says that the copy it read was damaged or unreadable, take that
-        copy out of service, unless it is gone already.
-        """
+        """Return whether the copying of a block by `move` succeeded. If `outcome` says that the copy from which it read
+        was damaged or unreadable, take that copy out of service, unless it is gone already."""
         if isinstance(outcome, Unmoved):
             return False
         if outcome.kind in (OutcomeKind.CORRUPT, OutcomeKind.UNREADABLE):
@@ -68,9 +66,8 @@ class Damage:
 
     def found(self, position: int, row: int, reason: str) -> None:
         """Take the damaged copy of the block at `row` in the tier at `position` out of service. `reason` goes to the
-        log. While another read or copy of the block is under way the copy stays: its checksum fails again at the next
-        read.
-        """
+        log. While another read or copy of the block is under way, the copy stays until the next read finds it damaged
+        again."""
         residency = self._residency
         is_durable = position == residency.durable
         # A write that is coming is about to read this copy.
@@ -108,9 +105,8 @@ class Damage:
             self.forget(row, Cause.FORGOTTEN, reason)
 
     def unreadable(self, position: int, row: int, reason: str) -> None:
-        """Give up an undamaged copy that this build cannot decode, of the block at `row` in the tier at `position`. If
-        no other tier has a copy, the block is removed, so that it can be put again.
-        """
+        """Drop the copy of the block at `row` in the tier at `position`, which is undamaged, but in a form that this
+        version cannot decode. If no other tier has a copy, the block is removed, so that it can be put again."""
         residency = self._residency
         if residency.being_filled(row):
             return

@@ -24,11 +24,10 @@ from kvstored.telemetry import Flows
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of demotions into one tier. At most `at_once` blocks are under way. A caller waits until the oldest
-    demotion has taken `wait_s` seconds (None: to the end), so a tier that hangs delays the tier above once and not for
-    each block. `gate` says which blocks get a copy. `direct` is the link from DRAM, for blocks that DRAM has.
-    `priority` is DEMAND where a put waits for the room.
-    """
+    """The limits of demotions (copies of evicted blocks) into one tier. At most `at_once` blocks are under way. A
+    caller waits until the oldest demotion has taken `wait_s` seconds (None: to the end), so a tier that hangs delays
+    the tier above once and not for each block. `gate` says which blocks get a copy. `direct` is the link from DRAM, for
+    blocks that DRAM has. `priority` is DEMAND if a put waits for the freed slot."""
 
     at_once: int = 1 << 30
     wait_s: float | None = None
@@ -38,9 +37,8 @@ class Bounds:
 
 
 class Demotion:
-    """The copying of evicted blocks into the tier below, along `link` and into `room`. `beyond` is the demoter to the
-    next tier down, for blocks that find no room here.
-    """
+    """A component that copies evicted blocks into the tier below, along `link` and into slots of `room`. `beyond` does
+    it for the tier below that one, for blocks that find no slot here."""
 
     def __init__(
         self, residency: Residency, link: TierLink, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
@@ -67,9 +65,8 @@ class Demotion:
         return len(self._moves) < bounds.at_once and (bounds.gate is None or bounds.gate.admits(row))
 
     async def write_back(self, row: int) -> bool:
-        """Copy the block at `row` to the tier below. Return whether it has a copy there (or further down) now. When the
-        bound on the wait is reached first, return False; the copy goes on.
-        """
+        """Copy the evicted block at `row` to the tier below. Return whether it has a copy there, or in a slower tier,
+        now. If the bound on the wait is reached first, return False; the copy goes on."""
         residency, bounds = self._residency, self._bounds
         move = self._moves.find(residency.token(row))
         if move is None:
@@ -108,7 +105,8 @@ class Demotion:
         return self._moves.copies_of(tokens)
 
     async def progress(self) -> bool:
-        """Wait until a demotion under way has ended. Return False when none is under way, here or in `beyond`."""
+        """Wait until a demotion under way has ended. Return False when none is under way, neither here nor in
+        `beyond`."""
         tasks = [move.task for move in self._moves.under_way.values() if move.task is not None]
         if tasks:
             ended, _ = await asyncio.wait(tasks, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)

@@ -25,9 +25,8 @@ from kvstored.tier_set import TierSet
 
 
 class DevicePromotion:
-    """The reading of blocks from NVMe straight into the device memory of the tier of `intake`, without a slot in DRAM.
-    `promoter` promotes to DRAM the blocks that cannot go this way.
-    """
+    """A component that reads blocks from NVMe straight into the device memory of the tier of `intake`, without a slot
+    in DRAM. `promoter` promotes to DRAM the blocks that cannot go this way."""
 
     def __init__(
         self,
@@ -70,10 +69,9 @@ class DevicePromotion:
         return chosen
 
     def promote(self, row: int, due_ns: int) -> asyncio.Future[bool] | None:
-        """Read the block at `row`, which `choose` returned, into the device tier. The future resolves to True when the
-        block is readable there or in DRAM. Return None when the device has no room. The caller stops waiting at
-        `due_ns` (monotonic).
-        """
+        """Read the block at `row`, which `choose` returned, into the device tier. Return a future that resolves to True
+        when the block is readable there or in DRAM, or None when the device has no free slot for it. The caller stops
+        waiting at `due_ns` (monotonic)."""
         token = self._residency.token(row)
         move = self._moves.find(token)
         if move is not None:

@@ -44,9 +44,8 @@ Result = TypeVar("Result")
 
 
 class Again(Enum):
-    """The reason why emptying a container gave no slot yet. AGAIN: another evacuation has ended, so ask the tier for a
-    slot again. BUSY: the other evacuation takes too long.
-    """
+    """A reason why emptying a container (arena or slab) gave no slot yet. AGAIN: another evacuation has ended, so ask
+    the tier for a slot again. BUSY: another evacuation takes too long."""
 
     AGAIN = "again"
     BUSY = "busy"
@@ -57,9 +56,9 @@ BUSY: Final = Again.BUSY
 
 
 class Evacuation:
-    """The emptying of containers (arenas or slabs) of `tier`, one at a time, so that they can hold slots of another
-    size or owner. `on_damage(row, reason)` is called for a copy that is found damaged while it is moved.
-    """
+    """A component that empties containers (arenas or slabs) of `tier`, one at a time, so that they can hold slots of
+    another size or owner: blocks are evicted or moved to other containers. `on_damage(row, reason)` is called for a
+    copy that is found damaged while it is moved."""
 
     def __init__(
         self,
@@ -100,10 +99,9 @@ class Evacuation:
         """Empty a container, and return a slot of `nbytes` for `owner` in it, or None when no container can be emptied
         now.
 
-        Containers of the kind of `container` come first. Rows in `spared` are not evicted, and no more than `allowance`
-        permits. With `insists`, set where nothing else can be evicted, it waits a little for blocks that are being read
-        or written.
-        """
+        Containers with the slot size and owner of `container` come first. Rows in `spared` are not evicted, and no more
+        bytes than `allowance` permits. With `insists`, set if nothing else can be evicted, it waits a little for blocks
+        that are being read or written."""
         if insists and (pause_s := self._pause_s(nbytes, owner)) > 0:
             await asyncio.sleep(pause_s)
             return None
@@ -126,7 +124,8 @@ class Evacuation:
         return bool(ended)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for evacuations under way, for `timeout_s` at most, before the tier is closed."""
+        """Wait until the emptying of a container that is under way has ended, for `timeout_s` seconds at most; then the
+        tier may be closed."""
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 

@@ -23,9 +23,8 @@ SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 
 
 class SlotExit(Protocol):
-    """A way to free slots whose block was removed from a tier: at once, or when the last reader is done. LeaseTable is
-    one, for the tier that clients map.
-    """
+    """A way to free slots of a tier whose block was removed: at once, or when the last client that may read there is
+    done. LeaseTable is one, for the tier that clients map."""
 
     def has_readers(self, slot: Slot) -> bool:
         """Return whether a client may still read `slot`, under a lease or shortly after one."""
@@ -59,9 +58,7 @@ class UnmappedExit:
 
 
 class Demoter(Protocol):
-    """A component that gives evicted blocks a copy in the tier below: `WriteBack` if that is NVMe, otherwise
-    `Demotion`.
-    """
+    """A component that copies evicted blocks to the tier below: `WriteBack` if that is NVMe, otherwise `Demotion`."""
 
     def wants(self, row: int) -> bool:
         """Return whether the evicted block at `row` should get a copy in the tier below, or must get one because
@@ -72,9 +69,8 @@ class Demoter(Protocol):
     def write_back(self, row: int) -> Awaitable[bool]: ...
 
     async def progress(self) -> bool:
-        """Wait until a write under way, which keeps its block from being evicted, has ended. Return False when none is
-        under way.
-        """
+        """Wait until a write under way, whose block cannot be evicted meanwhile, has ended. Return False when none is
+        under way."""
         ...
 
 
@@ -101,9 +97,8 @@ class NoDemotion:
 
 @dataclass(slots=True)
 class Allowance:
-    """A bound on what may be evicted to store one block: `container_bytes` (one container) plus `block_bytes` (the
-    block itself). `spent_bytes` counts what was evicted so far.
-    """
+    """A bound on the bytes that may be evicted to store one block: `container_bytes` (one arena or slab) plus
+    `block_bytes` (the block itself). `spent_bytes` counts the bytes evicted so far."""
 
     block_bytes: int
     container_bytes: int
@@ -146,9 +141,9 @@ class Eviction:
         )
 
     async def evict(self, row: int, cause: Cause) -> bool:
-        """Evict the copy of the block at `row` from this tier, with a demotion first if it is wanted. Return False when
-        it must stay: it is leased, or it is the only copy of a block that other blocks need.
-        """
+        """Evict the copy of the block at `row` from this tier, after copying it to the tier below if it is wanted
+        there. `cause` is remembered as the reason. Return False when the copy must stay: it is leased, or it is the
+        only copy of a block that other blocks need."""
         residency, position = self._residency, self.position
         if not self.may_go(row):
             return False
@@ -175,9 +170,8 @@ class Eviction:
         return not self._residency.has(row, self.position)
 
     def take(self, row: int, cause: Cause) -> None:
-        """Remove the copy of the block at `row`, which may be evicted, without demotion. Where no other tier has a
-        copy, the whole block is removed with `cause`.
-        """
+        """Remove the copy of the block at `row`, which may be evicted, without copying it to the tier below. If no
+        other tier has a copy, the whole block is removed with `cause` as the reason."""
         residency, position, retire = self._residency, self.position, self._exits.retire
         tenant = residency.tenant_of(row)
         if TIER_SETS[residency.tier_mask(row)].without(position):

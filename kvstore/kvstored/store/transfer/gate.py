@@ -82,9 +82,8 @@ class Write(BlockMove):
 
 
 class Backlog:
-    """The writes on their way to the durable tier. `writes` has them by token; those in `gathering` wait for the next
-    batch. `bytes_per_s()` returns the write rate that the disk has shown.
-    """
+    """The writes on their way to the durable tier. `writes` has them by the token of the block; the ones in `gathering`
+    wait for the next batch. `bytes_per_s()` returns the write rate that the disk has shown."""
 
     def __init__(self, bytes_per_s: Callable[[], float]) -> None:
         self._bytes_per_s = bytes_per_s
@@ -115,14 +114,13 @@ class Backlog:
 def missing_path(
     residency: ResidencyView, row: int, is_coming: Callable[[int], bool], most: int = MAX_CHAIN_BLOCKS
 ) -> list[int] | None:
-    """Return the block at `row` and its ancestors that NVMe does not have and that are not being written, the first of
-    the chain first.
+    """Return the rows to write so that the block at `row` can be used after a restart: the block and its ancestors that
+    NVMe does not have and that are not being written, the first of the chain first.
 
     The path ends at an ancestor without a readable copy, which cannot be written. A block of a sliding-window or
     recurrent layer group is the whole path, since it is of use alone. A path longer than `MAX_PATH_BLOCKS` is cut at
     its end, so call again for `row` later. `is_coming(row)` returns whether a write is under way. Return None when more
-    than `most` blocks are missing.
-    """
+    than `most` blocks are missing."""
     path: list[int] = []
     durable = residency.durable
     while row >= 0 and residency.fastest_in_memory(row) >= 0 and not residency.has(row, durable) and not is_coming(row):
@@ -256,9 +254,8 @@ class WriteGate:
         return None
 
     def refund(self, tenant: int, slot_bytes: int, written_bytes: int = 0) -> None:
-        """Give back to the budget what `tenant` paid for a block with a slot of `slot_bytes`, less the cost of
-        `written_bytes` that were written all the same.
-        """
+        """Give back to the budget the bytes that `tenant` paid for a block with a slot of `slot_bytes` that was not
+        stored, except for `written_bytes` that were written all the same."""
         cost_bytes = medium_bytes(slot_bytes) - (medium_bytes(written_bytes) if written_bytes else 0)
         self.endurance.refund(tenant, cost_bytes)
 
@@ -296,7 +293,8 @@ class WriteGate:
         self._refusals.pop(token, None)
 
     def breaker_or(self, verdict: WriteVerdict) -> Refusal:
-        """Return the reason to show for the budget's refusal `verdict`; TIER if the tier takes no writes anyway."""
+        """Return the refusal to show for the budget's verdict `verdict`. It is TIER if the tier takes no writes
+        anyway."""
         if not self.breaker.takes_writes:
             return Refusal.TIER
         return Refusal.SHARE if verdict is WriteVerdict.OVER_SHARE else Refusal.BUDGET

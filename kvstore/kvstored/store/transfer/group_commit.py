@@ -51,9 +51,8 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """The syncs of NVMe, each of which makes all writes begun before it durable. The writes are those in the backlog of
-    `gate`.
-    """
+    """A component that syncs NVMe; each sync makes all writes begun before it durable. The writes are in the backlog of
+    `gate`."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class GroupCommit:
         return settled
 
     def begin(self) -> None:
-        """Start a sync of the writes begun so far, unless one runs: then the next sync includes them."""
+        """Start a sync of the writes begun so far. If one is running, the next sync includes them."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -120,9 +119,8 @@ class GroupCommit:
         self._nvme.sync(self._completions.to_loop(lambda outcome: self._ended(batch, number, outcome)))
 
     def sync(self) -> asyncio.Future[Outcome]:
-        """Start a sync of its own on NVMe. The future resolves to its outcome; on success, everything written and freed
-        before this call is durable.
-        """
+        """Start a sync of NVMe that serves this caller alone. The future resolves to its outcome; on success,
+        everything written and freed before this call is durable."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         number = self.gate.breaker.began()
 

@@ -42,7 +42,8 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one priority. `bytes_per_s` None is unlimited; `burst_bytes` may be spent at once after a pause."""
+    """Bounds of the items of one priority in a lane. `bytes_per_s` None is unlimited; `burst_bytes` may be spent at
+    once after a pause."""
 
     queued_items: int
     in_flight: int
@@ -62,8 +63,8 @@ _LIMITS = {
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
     """The settings of one lane. The `prior_` fields describe the device until enough has been moved to measure it. All
-    work but demand shares a budget of `spare_bytes_per_s`, or of `spare_share` of the device's rate; 0 for both: no
-    limit."""
+    priorities but demand share a budget of `spare_bytes_per_s`, or of `spare_share` of the device's rate; 0 for both:
+    no limit."""
 
     max_in_flight: int = 8
     limits: dict[Priority, Limits] = field(default_factory=_LIMITS.copy)
@@ -82,7 +83,7 @@ class LaneSettings:
 
     @property
     def has_budget(self) -> bool:
-        """True when all work but demand shares a budget of bytes a second."""
+        """True when copies of every priority but demand share a budget of bytes a second."""
         return self.spare_share > 0 or self.spare_bytes_per_s > 0
 
 
@@ -96,7 +97,7 @@ class Refused(Enum):
 
 @dataclass(slots=True)
 class LaneItem(Generic[Work]):
-    """Work in a lane, known by its `ticket`. `arrival` orders demand that has the same deadline."""
+    """A piece of work in a lane, known by its `ticket`. `arrival` orders items of demand that have equal deadlines."""
 
     ticket: int
     work: Work
@@ -157,7 +158,7 @@ class Lane(Generic[Work]):
         self._failed = 0
 
     def share_medium(self, others: Iterable[Lane[Work]]) -> None:
-        """Let demand in any of `others`, lanes on the same medium, hold up this lane's prefetch."""
+        """Let queued or running demand in any of `others`, lanes on the same medium, delay this lane's prefetches."""
         self.neighbours = [lane for lane in others if lane is not self]
 
     # What the caller does to items
@@ -165,8 +166,8 @@ class Lane(Generic[Work]):
     def submit(
         self, priority: Priority, nbytes: int, work: Work, now_ns: int, due_ns: int | None = None
     ) -> int | Refused:
-        """Queue `work` of `nbytes` bytes; return its ticket, or why it was refused. At `due_ns` it is of no use any
-        more."""
+        """Queue `work` of `nbytes` bytes; return its ticket, or why it was refused. Of items with the priority demand,
+        the one with the earliest `due_ns` (when its caller stops waiting) starts first."""
         refused: Refused | None = None
         if self._closed:
             refused = Refused.CLOSED
@@ -184,8 +185,8 @@ class Lane(Generic[Work]):
         return self._tickets
 
     def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
-        """Move a queued item to the end of the queue of a higher `priority`, or give demand an earlier `due_ns`. Return
-        False when the item is not queued, or was as urgent."""
+        """Move the queued item `ticket` to the end of the queue of a higher `priority`; an item of demand gets the
+        deadline `due_ns` if that is earlier. Return False if it is not queued, or was as urgent already."""
         item = self._queued(ticket)
         if item is None or item.priority < priority:
             return False
@@ -204,7 +205,7 @@ class Lane(Generic[Work]):
         return True
 
     def cancel(self, ticket: int, now_ns: int) -> Work | None:
-        """Remove a queued item and return its work. Return None when it is in flight or gone."""
+        """Remove the queued item `ticket` and return its work. Return None when it has been started, or is gone."""
         item = self._queued(ticket)
         if item is None:
             return None
@@ -237,8 +238,7 @@ class Lane(Generic[Work]):
         return started
 
     def completed(self, ticket: int, now_ns: int, *, ok: bool = True) -> None:
-        """Note that an item in flight has ended, well if `ok`. Raise RuntimeError for a ticket that is not in
-        flight."""
+        """Note that the item `ticket` in flight has ended, well if `ok`. Raise RuntimeError if it is not in flight."""
         item = self._running.pop(ticket, None)
         if item is None:
             raise RuntimeError(f"lane {self.name}: ticket {ticket} completed but not in flight")
@@ -258,24 +258,24 @@ class Lane(Generic[Work]):
             self._spare.follow(self.settings.spare_share * self.service.bytes_per_s, now_ns)
 
     def wake_at(self, now_ns: int) -> int | None:
-        """Return when (ns) to call `next` again if nothing else happens, None when time alone starts nothing."""
+        """Return when (ns) to call `next` again if no call comes before; None when passing time starts no item."""
         if len(self._running) >= self.settings.max_in_flight or not self.has_queued:
             return None
         times = [at for priority in _PRIORITIES if (at := self._startable_at(priority, now_ns)) is not None]
         return min(times, default=None)
 
     def spare_at_ns(self, now_ns: int) -> int:
-        """Return when (ns) the budget for all work but demand has something left, `now_ns` if it has some now."""
+        """Return when (ns) the budget for all priorities but demand has bytes left, `now_ns` if it has some now."""
         return self._spare.ready_at_ns(now_ns)
 
     def estimate_us(self, nbytes: int, *, queued: bool = True) -> float:
-        """Return how many microseconds a demand for `nbytes` submitted now would take; with `queued`, behind demand
-        here."""
+        """Return how many microseconds a demand for `nbytes` submitted now takes; with `queued`, after queued
+        demand."""
         ahead = self._queued_bytes[Priority.DEMAND] + self._in_flight_bytes if queued else 0
         return self.service.estimate_us(nbytes + ahead)
 
     def demand_here(self) -> bool:
-        """Return whether demand is queued or in flight in this lane."""
+        """Return whether any item of priority demand is queued or in flight in this lane."""
         return bool(self._queues[Priority.DEMAND]) or self._in_flight[Priority.DEMAND] > 0
 
     @property

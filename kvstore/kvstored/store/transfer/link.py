@@ -74,14 +74,14 @@ class TierLink:
 
     @property
     def is_open(self) -> bool:
-        """True when blocks may be moved along this link now: the tier's breaker allows it."""
+        """True when blocks may be moved along this link now: the circuit breaker of the slower tier allows it."""
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
     @property
     def spare_in_s(self) -> float:
-        """The seconds until the lane's budget allows a copy that no request waits for; 0 if it does now."""
+        """The seconds until the lane's byte rate allows a copy that no request waits for; 0 if it allows one now."""
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
@@ -119,9 +119,8 @@ class TierLink:
             self._from.move_out(source, buffer, key, store)
 
     def judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
-        """Report the `outcome` of transfer `number` to the breaker. `is_of_another`: the other tier failed, which says
-        nothing about the breaker's tier.
-        """
+        """Report the `outcome` of the transfer `number` to the circuit breaker. `is_of_another` is true if the failure
+        was in the other tier, which says nothing about the breaker's tier."""
         if self.breaker is None:
             return
         if self._is_by_file:
@@ -131,7 +130,7 @@ class TierLink:
 
 
 class Unmoved(Enum):
-    """The reason why no transfer of a block began; it is returned instead of an outcome."""
+    """The reason why the copying of a block to another tier did not begin; it is returned instead of an outcome."""
 
     NO_ROOM = "no room"
     IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
@@ -175,12 +174,14 @@ class BlockMove:
             self.link.mover.raise_priority(self.link.lane.name, self.ticket, priority, due_ns)
 
     def cancel(self) -> None:
-        """End the move as cancelled if its transfer waits in the lane; a transfer in flight ends by itself."""
+        """End the copying of this block as cancelled if it waits in the lane's queue; a copy that has begun ends by
+        itself."""
         if self.ticket:
             self.link.mover.cancel(self.link.lane.name, self.ticket)
 
     def give_up(self) -> None:
-        """Note that one caller no longer waits. When no caller is left, the move is cancelled if it is still queued."""
+        """Note that one caller no longer waits for this move. When no caller is left, the move is cancelled if it is
+        still queued."""
         self.waiters -= 1
         if not self.waiters:
             self.cancel()
@@ -218,10 +219,9 @@ class Moves(Generic[Kind]):
         self._residency.pin(self._residency.current(move.token))
 
     def begin(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]], slot: Slot | None) -> Kind:
-        """Register `move`, queue it at once if there is a `slot`, and run `follow(move)` in a task that awaits the
+        """Register `move`, queue it at once if there is a `slot`, and run `follow(move)` in a task, which awaits the
         move's end and returns whether the block has its copy. The move goes on if its caller does not wait for it.
-        Return the move.
-        """
+        Return `move`."""
         if move.token not in self.under_way:
             self.add(move)
         if slot is not None:
@@ -298,9 +298,8 @@ class Moves(Generic[Kind]):
             return None
 
     def queue(self, move: Kind, slot: Slot, staged: StagedImage | None = None) -> None:
-        """Queue the transfer of the block of `move`, or of its coded form `staged`, into `slot`. The slot is freed if
-        the move is of no use any more.
-        """
+        """Queue the transfer of the block of `move`, or of its coded form `staged`, into `slot`. If no caller wants the
+        move any more, free the slot instead."""
         residency, link, tier = self._residency, move.link, move.link.destination_tier
         move.outcome = ended = asyncio.get_running_loop().create_future()
         row = residency.current(move.token)

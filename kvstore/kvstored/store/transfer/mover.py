@@ -26,9 +26,8 @@ class LaneTransfer:
 
 
 class Mover:
-    """The runner of all lanes: it starts the transfers that a lane allows, and wakes lanes by timers. `lanes` has them
-    by name.
-    """
+    """A component that runs all lanes (queues of copies between tiers): it starts the transfers that a lane allows, and
+    looks at lanes again by timers. `lanes` has them by name."""
 
     def __init__(self, lanes: Iterable[Lane[LaneTransfer]], completions: CompletionQueue, clock: Clock) -> None:
         self.lanes = {lane.name: lane for lane in lanes}
@@ -41,9 +40,8 @@ class Mover:
         self, lane_name: str, priority: Priority, nbytes: int, transfer: LaneTransfer, due_ns: int | None = None
     ) -> int | Refused:
         """Queue `transfer`, of `nbytes` bytes, in the lane `lane_name`. Return its ticket, or the reason for the
-        refusal. It starts on the next turn of the event loop at the earliest. At `due_ns` (monotonic) it is of no use
-        any more.
-        """
+        refusal. It starts on the next turn of the event loop at the earliest. Its caller stops waiting at `due_ns`
+        (monotonic)."""
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
@@ -64,7 +62,7 @@ class Mover:
             self._look_again(lane)
 
     def close(self) -> None:
-        """End all queued transfers as cancelled; transfers in flight still complete."""
+        """End all queued transfers of all lanes as cancelled; transfers that have begun still complete."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -45,9 +45,8 @@ class _Promotion(BlockMove):
 
 
 class Promoter:
-    """The copying of blocks from slower tiers to the tier that clients map. `links` lead to it from every other tier,
-    fastest first. Promotions that no client waits for hold at most `prefetch_room_bytes` of it.
-    """
+    """A component that copies blocks from slower tiers to the tier that clients map. `links` lead to it from every
+    other tier, fastest first. Promotions that no client waits for hold at most `prefetch_room_bytes` of it."""
 
     def __init__(
         self,
@@ -77,9 +76,8 @@ class Promoter:
 
     @property
     def reaches_all(self) -> bool:
-        """True when every slower tier can be read now. If not, lookups and gets leave out blocks that only the others
-        have.
-        """
+        """True when every slower tier can be read now. Otherwise lookups and gets leave out the blocks that only
+        unreadable tiers have."""
         return all(link.is_open for link in self._gated)
 
     @property
@@ -119,9 +117,9 @@ class Promoter:
         return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
     def promote(self, row: int, priority: Priority, due_ns: int | None = None) -> asyncio.Future[bool]:
-        """Copy the block at `row` to the mapped tier. The future resolves to whether it has a copy there. A promotion
-        under way is joined, and gets the higher `priority`. The caller stops waiting at `due_ns` (monotonic).
-        """
+        """Copy the block at `row` to the mapped tier. Return a future that resolves to whether it has a copy there. If
+        a promotion of it is under way, join that, and raise it to the higher `priority`. The caller stops waiting at
+        `due_ns` (monotonic)."""
         residency = self._residency
         known = self._moves.find(residency.token(row))
         if known is not None:
@@ -165,8 +163,7 @@ class Promoter:
 
     def prefetch(self, row: int) -> bool:
         """Queue a promotion of the block at `row` that no client waits for. Return False when waiting prefetches hold
-        all the room they may, or fill the lane's queue.
-        """
+        all the bytes they may, or fill the lane's queue."""
         link = self._link_of(row)
         if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
@@ -238,10 +235,9 @@ class Promoter:
         return self._demanded.total() if tenant is None else self._demanded[tenant]
 
     def estimate_us(self, rows: Sequence[int], readable: int = 0) -> list[int]:
-        """Return for each of `rows` the microseconds that it adds to the time until all are readable, if they were
-        requested now in this order. The sum over a leading run is its load time. A row of -1 adds 0. `readable` is the
-        set of tiers that the caller reads in place.
-        """
+        """Return a list with the microseconds that each of `rows` adds to the time until all are readable, if they were
+        requested now in this order. The sum over the first rows is their load time. A row of -1 adds 0. `readable` is
+        the set of tiers that the caller reads in place."""
         mask, readable = self._residency.rows.mask, TIER_SETS[readable].with_tier(self._residency.mapped)
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}

@@ -14,9 +14,8 @@ _PAUSE_WEIGHT = 1 / 16
 
 
 class TokenBucket:
-    """A budget of bytes a second, of which up to `burst_bytes` may be saved. It may run into debt: an item larger than
-    the burst passes when the bucket is not empty, and is paid for afterwards.
-    """
+    """A budget of bytes that grows by a rate; at most `burst_bytes` are saved up. It may run into debt: an item larger
+    than what is saved passes when the bucket is not empty, and the next ones wait until the debt is paid."""
 
     __slots__ = ("_at_ns", "_burst_bytes", "_bytes_per_s", "_level_bytes")
 
@@ -46,16 +45,15 @@ class TokenBucket:
             self._level_bytes -= nbytes
 
     def ready_at_ns(self, now_ns: int) -> int:
-        """Return when the bucket is out of debt, in monotonic ns; `now_ns` if it is now."""
+        """Return when (monotonic ns) the bucket has bytes to spend again; `now_ns` if it has some now."""
         if self.ready(now_ns) or self._bytes_per_s is None:
             return now_ns
         return now_ns + math.floor(-self._level_bytes * NS_PER_S / self._bytes_per_s) + 1
 
 
 class RateMeter:
-    """A meter of bytes a second, an average in which older bytes count less and less; `window_s` is its time
-    constant.
-    """
+    """A meter of bytes a second: an average in which older bytes count less and less. `window_s` is its time constant
+    in seconds."""
 
     __slots__ = ("_at_ns", "_bytes_per_s", "_window_s")
 
@@ -74,11 +72,10 @@ class RateMeter:
 
 class ServiceModel:
     """A model of a device, learned from completed transfers: its byte rate while busy, and the least time that an item
-    takes.
+    takes (latency).
 
-    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that overlap is
-    seen as it is. The latency is an average of item times less their share at that rate.
-    """
+    The rate is the bytes completed, divided by the time during which anything was in flight; older bytes count less.
+    The latency is the average time of an item, less the time that its bytes take at that rate."""
 
     __slots__ = ("_busy_ns", "_bytes", "_has_moved", "_latency_ns", "_since_ns")
 
@@ -93,7 +90,8 @@ class ServiceModel:
         self._has_moved = False
 
     def answered(self, seconds: float) -> None:
-        """Learn from a request without payload that took `seconds`. It sets the latency until bytes have been moved."""
+        """Learn from a request without payload that took `seconds`. It sets the latency of the model until bytes have
+        been moved."""
         if not self._has_moved:
             self._latency_ns = max(self._latency_ns, seconds * NS_PER_S)
 
@@ -102,7 +100,7 @@ class ServiceModel:
         return self._bytes * NS_PER_S / self._busy_ns
 
     def idle_ended(self, now_ns: int) -> None:
-        """Note that a transfer begins at `now_ns` after none was in flight."""
+        """Note that a transfer begins at `now_ns` while no other is in flight."""
         self._since_ns = now_ns
 
     def completed(self, nbytes: int, started_ns: int, shared_bytes: int, now_ns: int) -> None:
@@ -125,14 +123,13 @@ class ServiceModel:
 
 
 class DemandPauses:
-    """A record of one lane's bursts of demand, which says when prefetch may use the pauses between them.
+    """A record of one lane's bursts of demand (copies that requests wait for), which says when prefetch may use the
+    pauses between them.
 
     A burst lasts while any demand is queued or in flight. A prefetch in flight when demand arrives delays it by up to
-    its own service time. That is little against a get of many blocks (below `HARMLESS_SHARE` of it), and a short quiet
-    time after demand is enough. Against small gets it is a lot; then prefetch waits until the pause has outlasted
-    nearly all recent ones: with random arrivals a pause of six times the mean is seen once in four hundred, so that p99
-    of demand does not notice.
-    """
+    its own service time. If that is little against a get of many blocks (below `HARMLESS_SHARE` of it), a short quiet
+    time after demand is enough. Otherwise prefetch waits until the pause has outlasted nearly all recent ones: with
+    random arrivals a pause of six times the mean is seen once in four hundred, so the p99 of demand does not change."""
 
     __slots__ = ("_burst_bytes", "_ended_ns", "_long_ns", "_mean_burst_bytes", "_mean_pause_ns", "_short_ns")
 
@@ -164,9 +161,8 @@ class DemandPauses:
         self._ended_ns = now_ns
 
     def prefetch_from_ns(self, in_flight_bytes: int, now_ns: int) -> int:
-        """Return the time (ns) from which `in_flight_bytes` of prefetch may be in flight, if no demand comes before. A
-        time up to `now_ns` means at once.
-        """
+        """Return the time (monotonic ns) from which `in_flight_bytes` of prefetched blocks may be in flight, if no
+        request's copy is queued before. A time up to `now_ns` means at once."""
         if self._ended_ns is None:
             return now_ns
         if in_flight_bytes <= HARMLESS_SHARE * self._mean_burst_bytes:

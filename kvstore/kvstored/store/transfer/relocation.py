@@ -29,7 +29,7 @@ class Copy(NamedTuple):
 
 
 class MemoryRelocation:
-    """The copying of blocks from slot to slot within a tier in memory."""
+    """A component that copies blocks from slot to slot within a tier in memory."""
 
     def __init__(self, tier: Tier, completions: CompletionQueue) -> None:
         self._tier = tier
@@ -48,9 +48,8 @@ class MemoryRelocation:
 
 
 class LaneRelocation:
-    """The copying of blocks from slot to slot within the durable tier, through the lane `lane` of its medium. The
-    breaker of `commit` learns how each copy ends.
-    """
+    """A component that copies blocks from slot to slot within the durable tier, through the lane `lane` of its medium.
+    The outcome of each copy is reported to the circuit breaker of `commit`."""
 
     def __init__(self, tier: Tier, mover: Mover, lane: str, commit: GroupCommit) -> None:
         self._tier = tier

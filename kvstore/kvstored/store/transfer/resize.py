@@ -55,9 +55,8 @@ async def shrink_to_ceiling(tier: HostTier | NvmeTier, room: Room, give_back: Ca
 
 
 class TierResize:
-    """The changes of a tier's capacity while it serves. `name` stands for the tier in the log. A new change replaces
-    the one under way.
-    """
+    """A component that changes a tier's capacity while the tier is in use. `name` stands for the tier in the log. A new
+    change replaces the one under way."""
 
     def __init__(
         self, name: str, tier: HostTier | NvmeTier, room: Room, give_back: Callable[[], Awaitable[bool]]
@@ -73,9 +72,8 @@ class TierResize:
         return self._shrinking is not None and not self._shrinking.done()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Begin to change the capacity to `capacity_bytes`, and return at once. A smaller one takes effect when the
-        tier has been emptied down to it.
-        """
+        """Begin to change the tier's capacity to `capacity_bytes`, and return at once. A smaller capacity takes effect
+        when enough blocks have been evicted."""
         if self._shrinking is not None:
             self._shrinking.cancel()
         if capacity_bytes >= self._tier.used_bytes:
@@ -102,7 +100,8 @@ class TierResize:
 
 
 class SlabsBack:
-    """The deletion of empty slabs (files of NVMe), which gives their space back to the file system."""
+    """A component that deletes empty slabs (files of the NVMe tier), which gives their space back to the file
+    system."""
 
     def __init__(self, nvme: NvmeTier, completions: CompletionQueue) -> None:
         self._nvme = nvme
@@ -124,15 +123,13 @@ class SlabsBack:
 
 
 class HostSizer:
-    """A controller that lowers the DRAM tier's ceiling below its configured capacity while the machine is short of
-    memory.
+    """A controller that lowers the ceiling of the DRAM tier (the bytes that it may use) below the configured capacity
+    while the machine is short of memory.
 
-    When less than `min_free_bytes` is free, the ceiling falls by what is missing, and the memory of emptied arenas is
-    given to the system, in a thread. When there has been room for a while, the ceiling rises in steps. `read` is
-    `MemoryWatch.read`; call `tick` from a timer a few times a second. Invariants: the ceiling never exceeds the
-    configured capacity; one shrinking at a time; growth waits longer than shrinking, so that the two do not chase each
-    other.
-    """
+    When less than `min_free_bytes` is free, the ceiling falls by the missing bytes, and the memory of emptied arenas is
+    given to the system, in a thread. When memory has been free for a while, the ceiling rises in steps, up to the
+    configured capacity. `read` is `MemoryWatch.read`; call `tick` from a timer a few times a second. Growth waits
+    longer than shrinking, so that the two do not chase each other."""
 
     def __init__(
         self,

@@ -36,9 +36,8 @@ class NoSlot(Enum):
 
 
 class Room:
-    """The allocation of slots in `tier`, with evictions when it is full. `eviction` knows the tier's position in the
-    index.
-    """
+    """The allocator of slots in `tier`; it evicts blocks when the tier is full. `eviction` evicts them, and knows the
+    tier's position in the block index."""
 
     def __init__(
         self, tier: Tier, residency: Residency, victims: Victims, eviction: Eviction, evacuation: Evacuation
@@ -51,7 +50,7 @@ class Room:
         self._position = eviction.position
 
     def follow(self, policy: EvictionPolicy) -> None:
-        """Use `policy` to choose victims from now on."""
+        """Let `policy` choose the blocks to evict from now on."""
         self._victims.policy = policy
 
     def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
@@ -63,9 +62,8 @@ class Room:
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def next_victim(self, nbytes: int, tenant: int) -> int:
-        """Return the row of the block that would be evicted for `nbytes` of `tenant`. Return -1 when there is none, or
-        when a whole container would have to be emptied.
-        """
+        """Return the row of the block that would be evicted to store `nbytes` of `tenant`. Return -1 when there is
+        none, or when a whole arena or slab would have to be emptied."""
         is_confined = self._is_over_quota(tenant, nbytes)
         row = self._victims.next((), tenant if is_confined else None)
         if row < 0 or is_confined:
@@ -97,11 +95,11 @@ class Room:
         is_patient: bool = True,
         writable: bool = False,
     ) -> Slot | NoSlot:
-        """Return a slot of `nbytes` for a new block of `tenant`, evicting for it, or the reason why there is none.
+        """Return a slot of `nbytes` for a new block of `tenant`, evicting other blocks for it, or the reason why there
+        is none.
 
-        `newcomer` is the block's key and depth, for a policy that may decline it; None: it may not. The row `parent`,
-        the block before it, is not evicted for it, since the block could not be reached without it.
-        """
+        `newcomer` is the block's key and depth, for a policy that may decline it; None: it may not. The block at row
+        `parent`, the one before it in its chain, is not evicted for it."""
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
@@ -171,13 +169,13 @@ class Room:
         return -1 if passed.is_exhausted else row
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for evacuations under way, for `timeout_s` at most, before the tier is closed."""
+        """Wait until the emptying of arenas or slabs that is under way has ended, for `timeout_s` seconds at most; then
+        the tier may be closed."""
         await self._evacuation.settle(timeout_s)
 
     async def vacate(self, container: int) -> bool:
-        """Empty the arena or slab `container`, so that it can be given back. Return False when that cannot be
-        done now.
-        """
+        """Evict or move all blocks of the arena or slab with the number `container`, so that it can be given back.
+        Return False when that cannot be done now."""
         return await self._evacuation.vacate(container)
 
     def expire(self, row: int) -> bool:

@@ -30,10 +30,9 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 
 class Sharing:
-    """The copying of used blocks from DRAM into the tier of `intake` before they are evicted. `back` is the link from
-    that tier to DRAM. `absences` records which blocks a remote tier lacks. `damage` gets blocks in DRAM that turn out
-    damaged. `copied` is the name of the counter of copies that ended well.
-    """
+    """A component that copies used blocks from DRAM into the tier of `intake` before they are evicted. `back` is the
+    link from that tier to DRAM. `absences` records which blocks a remote tier lacks. `damage` is notified of blocks in
+    DRAM that turn out damaged. `copied` is the name of the counter of copies that ended well."""
 
     def __init__(
         self,
@@ -75,13 +74,13 @@ class Sharing:
 
     @property
     def waiting(self) -> int:
-        """The number of chains and blocks that wait to be copied, plus the copies under way."""
+        """A measure of the work that is left: the chains whose blocks have not been looked at, plus the blocks that
+        wait to be copied to the other tier, plus the copies under way."""
         return len(self._chains) + len(self._path) + len(self._moves)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of copies under way for the blocks that `tokens` name, and drop copies of them that wait:
-        only a later use can begin one.
-        """
+        """Return the tasks of copies under way for the blocks that `tokens` name. Copies of these blocks that have not
+        begun are dropped: only a later use can begin one."""
         if any(token in tokens for token in self._path):
             self._path.clear()  # the blocks after it could not be found without it
         for token in tokens:
@@ -89,9 +88,8 @@ class Sharing:
         return self._moves.copies_of(tokens)
 
     def tick(self) -> None:
-        """Begin the copies that may begin now. At most one chain is walked in a call; a timer continues with the
-        others.
-        """
+        """Begin the copies of used blocks that may begin now. At most one chain is walked in a call; a timer continues
+        with the others."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -36,9 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """The data to be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer` if it has memory of its
-    own; without an image, the source's copy is stored as it is.
-    """
+    """A block in the form in which it will be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer`
+    if it has memory of its own; without an image, the source's copy is stored as it is."""
 
     slot_bytes: int
     image: Segment | None = None
@@ -103,7 +102,7 @@ class CodecStaging:
         return replace(staged, buffer=buffer)
 
     def release(self, staged: StagedImage) -> None:
-        """Free the memory of `staged`. Nothing may read it any more."""
+        """Free the memory of `staged`. The caller ensures that nothing reads it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 

@@ -62,13 +62,12 @@ def _is_at(residency: Residency, slot: Slot, position: int, token: int) -> bool:
 
 
 class DramCheck:
-    """The verification of blocks in DRAM before they are leased: never, the first time a copy is leased, or each time
-    (`mode` "off", "first", "always"). Copies in memory that clients can write are verified each time in any mode.
+    """A component that verifies blocks in DRAM before they are leased: never, the first time a copy is leased, or each
+    time (`mode` "off", "first", "always"). Copies in memory that clients can write are verified each time in any mode.
 
-    The checksums are computed on the host tier's copy threads, without the GIL. This finds what memory did to a block
-    since it was stored: ECC counts on errors of one bit, a stray write on none. Invariant: the rows are pinned by the
-    caller while they are verified.
-    """
+    The checksums are computed on the host tier's copy threads, without the GIL. This finds changes of a block in memory
+    since it was stored, also by stray writes, which ECC does not find. The caller pins the rows while they are
+    verified."""
 
     def __init__(
         self,
@@ -132,15 +131,13 @@ class DramCheck:
 
 
 class DeviceCheck:
-    """The verification of copies in device memory that clients import, computed on the device. `tiers` maps positions
-    to tiers.
+    """A component that verifies copies in device memory that clients import, by checksums computed on the device.
+    `tiers` maps positions to tiers.
 
     After a restart, copies that were taken over are not trusted: an engine could have written there while no daemon
-    ran. A tier with such copies is closed: no lease names a copy in it until each was verified or is gone, or its
-    device turns out to compute no checksums. No payload is moved. A check pins nothing, so no delete and no eviction
-    waits for the device; its answer counts only where the block still has the slot that was checked, in the same
-    generation.
-    """
+    ran. A tier with such copies is closed: no lease contains a copy in it until each was verified or is gone, or its
+    device turns out to compute no checksums. A check pins nothing, so no delete and no eviction waits for the device;
+    its answer counts only if the block still has the slot that was checked, in the same generation."""
 
     def __init__(
         self, residency: Residency, tiers: Mapping[int, GpuTier], completions: CompletionQueue, damage: Damage
@@ -165,9 +162,8 @@ class DeviceCheck:
         return outcome.kind, not _is_at(residency, slot, position, token)
 
     def owe(self, position: int, row: int) -> None:
-        """Note that the copy of the block at `row` in the tier at `position` was taken over from an earlier process.
-        `settle` verifies it.
-        """
+        """Note that the copy of the block at `row` in the tier at `position` was taken over from an earlier process and
+        must be verified; `settle` does that."""
         if position in self.tiers and self.tiers[position].verifies:
             self._owed[position].append(self._residency.token(row))
             self._residency.closed = TIER_SETS[self._residency.closed].with_tier(position)

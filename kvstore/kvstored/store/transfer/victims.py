@@ -57,23 +57,21 @@ class _Round:
 
 
 class OrphanQueue:
-    """A queue of orphans: stored blocks that no client can reach, because a block before them is gone. They are evicted
-    first.
+    """A queue of orphans: stored blocks that no client can reach, because a block before them in their chain is gone.
+    They are evicted first.
 
     The queue has the orphans of the last search (blocks/orphans.py), the deepest first, so that a chain is never left
-    with a hole. It names a block by row and generation, since a row may be used again. A lease, a child that is kept
-    and a tenant's minimum keep an orphan where it is, as with a policy. A block that became reachable again stays in
-    the queue until the next search and may be evicted.
-    """
+    with a hole. An orphan is not evicted while it is leased, a block that follows it is kept, or its tenant is at its
+    guaranteed minimum. A block that became reachable again stays in the queue until the next search and may be
+    evicted."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._rounds = [_Round(np.empty(0, np.uint64)) for _ in residency.tiers]
 
     def replace(self, by_tier: Sequence[Tokens]) -> None:
-        """Take over the orphans of a new search. `by_tier` has an array of tokens for each tier, the deepest first; the
-        queue changes these arrays.
-        """
+        """Replace the queue by the orphans that a new search has found. `by_tier` has, for each tier, an array of
+        tokens that name its orphans, the deepest first; the queue changes these arrays."""
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
     def next(self, policy: EvictionPolicy, exclude: Container[int], tenant: int | None) -> int:
@@ -95,9 +93,8 @@ class OrphanQueue:
 
 
 class Victims:
-    """The choice of the next block to evict from the tier of `policy`: orphans first, then by priority and by the
-    policy's order.
-    """
+    """A chooser of the next block to evict from the tier of `policy`: orphans (blocks that no client can reach) first,
+    then by priority and by the policy's order."""
 
     def __init__(
         self, policy: EvictionPolicy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
@@ -126,17 +123,15 @@ class Victims:
         return row if self._named < 0 else self._named
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
-        """Return whether the policy prefers to keep `victim`, which `next` has just returned, rather than store a new
-        block of `tenant`. `newcomer` is the new block's key and depth. It is False for an orphan.
-        """
+        """Return whether the policy prefers to keep the block at row `victim`, which `next` has just returned, rather
+        than store a new block of `tenant`. `newcomer` is the new block's key and depth. It is False for an orphan."""
         if victim != self._named or not isinstance(self.policy, Weighs):
             return False
         return self.policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
         """Announce to the policy that `tenant` is about to store the blocks `keys`, which continue the block at row
-        `parent`.
-        """
+        `parent` of the block index."""
         if isinstance(self.policy, Learns):
             self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
@@ -146,13 +141,12 @@ class Victims:
 
 
 class SkippedRows(Container[int]):
-    """A set of rows that must not be evicted: those in `rows`, and all rows in `containers`.
+    """A set of rows that must not be evicted: those in `rows`, and all rows whose copy is in one of `containers`
+    (arenas or slabs).
 
-    After `MAX_LOOKS` rows in such containers since `begin`, it contains no more rows, so that the policy ends its
-    search; the caller must discard the row that the policy then names. A policy asks about one row after the other in
-    its own order, and some policies restart their search at every skipped row, so that the cost grows with the square
-    of the looks.
-    """
+    After `MAX_LOOKS` rows in such containers since `begin`, the set says that it contains no more rows, so that the
+    policy ends its search; the caller must discard the row that the policy then returns. Some policies restart their
+    search at every skipped row, so that the cost would grow with the square of the looks."""
 
     def __init__(self, copies: TierCopies, rows: Iterable[int] = ()) -> None:
         self._copies = copies
@@ -170,7 +164,8 @@ class SkippedRows(Container[int]):
 
     @property
     def shortest(self) -> Container[int]:
-        """This set of rows in the form that takes the least time to test: a plain set when no container is skipped."""
+        """This set of rows in the form that takes the least time to test: a plain set when no container's rows are
+        skipped."""
         return self if self.containers else self.rows
 
     def __contains__(self, row: object) -> bool:
@@ -186,7 +181,8 @@ class SkippedRows(Container[int]):
 
 
 class AllBut(SkippedRows):
-    """A set of all rows but those in the containers `wanted`, plus `rows`; none of them must be evicted."""
+    """A set of rows that must not be evicted: those in `rows`, and all rows whose copy is outside the containers
+    (arenas or slabs) `wanted`."""
 
     def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
         super().__init__(copies, rows)
@@ -197,12 +193,11 @@ class AllBut(SkippedRows):
 
 
 class Coldest:
-    """An iteration over the blocks to evict while a container is emptied, one row at a time.
+    """An iteration over the blocks to evict while a container (arena or slab) is emptied, one row at a time.
 
-    The order is the policy's, over all containers of the kind `kind`. Where the policy takes too long to answer, it is
-    the order of the last use of the container's own blocks, the oldest first. Rows in `stuck`, to which the caller
-    adds, are never returned.
-    """
+    The order is the policy's, over all containers of the kind `kind`. If the policy takes too long to answer, it is the
+    order of the last use of the container's own blocks, the oldest first. Rows in `stuck`, to which the caller adds,
+    are never returned."""
 
     def __init__(
         self,

@@ -58,9 +58,8 @@ class _Writes(Moves[Write]):
 
 
 class WriteBack:
-    """The writing of blocks to the durable tier. `links` has one link from each tier in memory; `room` finds slots in
-    the durable tier.
-    """
+    """A component that writes blocks to the durable tier. `links` has one link from each tier in memory; `room`
+    allocates slots in the durable tier."""
 
     def __init__(
         self,
@@ -107,7 +106,8 @@ class WriteBack:
         )
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
-        """Return for each of `rows` whether its block is durable. It is False for all when the medium is gone."""
+        """Return a list of bools, one for each of `rows`: True if its block is durable. All are False when the medium
+        is gone."""
         if not self.gate.breaker.serves_reads or not self._tier.keeps_recovered:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
@@ -117,8 +117,7 @@ class WriteBack:
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
         """Return a future that resolves to whether the block at `row` is durable, or None when no write or sync of it
-        is under way. This speeds up nothing.
-        """
+        is under way. The call makes the write no more urgent."""
         token = self._residency.token(row)
         write = self._backlog.writes.get(token)
         return write.settled if write is not None else self._waiting.get(token) or self._commit.pending.get(token)
@@ -130,9 +129,9 @@ class WriteBack:
     # Orders
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
-        """Write the block at `row` if the budget allows it. The future resolves to True when the block is durable,
-        False when it will not be. `at_once`: a client waits, so the write has the priority of demand.
-        """
+        """Write the block at `row` if the budget of writes allows it. Return a future that resolves to True when the
+        block is durable, False when it will not be. With `at_once` a client waits, so the write has the highest
+        priority."""
         loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
             if self._tier.keeps_recovered and not self.is_durable(row):
@@ -207,9 +206,8 @@ class WriteBack:
         return sum(any(token in pending for pending in late) for token in settling)
 
     async def sync(self) -> bool:
-        """Make the frees on NVMe before this call durable, so that no crash brings a freed block back. Return False if
-        the sync failed.
-        """
+        """Sync NVMe, so that no crash brings back a block that was freed before this call. Return False if the sync
+        failed."""
         return (await self._commit.sync()).ok
 
     def _follow_mode(self, _part: str) -> None:

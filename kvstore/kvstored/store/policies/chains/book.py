@@ -48,8 +48,8 @@ _RUNNING_MAX = 4096
 
 
 class ChainBook:
-    """A record of the chains of one tier: which chain owns each row, how often blocks are shared, and what
-    was learned."""
+    """A record of the chains of one tier for the policy chain-hazard: which chain owns each row, how often blocks are
+    shared, and what was learned."""
 
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
@@ -115,7 +115,7 @@ class ChainBook:
                 self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def met_one(self, row: int, tenant: int) -> None:
-        """Note that the block at `row` of `tenant` is new in the tier, as `met` does."""
+        """Note that the block at `row` of `tenant` is new in the tier, and give it its remembered owner."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
         packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
@@ -123,7 +123,7 @@ class ChainBook:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
-        """Note that the blocks `rows` of `chain`, the deepest first, have left the tier."""
+        """Note that the blocks `rows` of `chain`, the deepest first, have left the tier; `rows_here` remain."""
         self.left_blocks += len(rows)
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
@@ -257,7 +257,7 @@ class ChainBook:
         return chain if is_own and chains.live[chain] and is_near_end(reach, chains.length[chain]) else -1
 
     def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
-        """Note that the request `number` has ended. Return its chain, or -1 if another request used that since."""
+        """Note that the request `number` has ended. Return its chain, or -1 if another one has used the chain since."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
         if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
@@ -284,12 +284,12 @@ class ChainBook:
             chains.base[chain] = self.standings(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
-        """Return the rank (expected uses a second) of each of `chains`; it means nothing if no return is awaited."""
+        """Return the rank (expected uses a second) of each of `chains`; it means nothing if no request is expected."""
         table = self.chains
         return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
 
     def standings(self, chains: Ints, now_s: float) -> Floats:
-        """Return the ranks of `chains`, mixed with the order of their last use where classes say little."""
+        """Return the ranks of `chains`, mixed with the order of their last use where the ranks say little."""
         ages_s = now_s - self.chains.floats(self.chains.used_s)[chains]
         return self.ranks(chains, now_s) * leaning(ages_s, self.tables.lean)
 
@@ -304,7 +304,7 @@ class ChainBook:
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
 
     def is_promised(self, chain: int) -> bool:
-        """Return whether blocks that the last request of `chain` missed may still be stored."""
+        """Return whether missing blocks that the last request of `chain` wanted may still be stored for it."""
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
     def promised_owner(self, key: bytes, tenant: int) -> int:

@@ -106,9 +106,8 @@ class Candidates:
         return found
 
     def refresh(self, now_s: float, budget_us: float) -> float:
-        """Make the order anew if that will be due soon and takes at most `budget_us`. Return about how many
-        microseconds it took.
-        """
+        """Sort the chains anew if that will be due soon and takes at most `budget_us` microseconds. Return about how
+        many microseconds it took."""
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
@@ -121,9 +120,8 @@ class Candidates:
         return took_us
 
     def value(self, chain: int, now_s: float) -> float:
-        """Return the expected uses a second of the last block of `chain`, by the rank that the chain had when it was
-        last looked at.
-        """
+        """Return the expected uses a second of the last block of `chain`. They are computed from the rank that the
+        chain had when it was last looked at."""
         book = self._book
         chains = book.chains
         row = chains.tail[chain]
@@ -145,9 +143,8 @@ class Candidates:
         return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
-        """Place `chain`, whose last block or rank has changed, in the order again. `looks` counts towards the next
-        renewal of the whole order; a put counts 0, since the number of its parts is chance.
-        """
+        """Place `chain`, whose last block or rank has changed, in the order of eviction again. `looks` is what the call
+        counts towards the next sorting of all chains; a put counts 0, since the number of its parts is chance."""
         book = self._book
         worth = self.value(chain, now_s)
         self._numbers += 1
@@ -252,12 +249,11 @@ class _Poor(NamedTuple):
 
 
 class PoorChains:
-    """A list of chains that bring fewer uses a second than `least`, whether or not their place is needed.
+    """A list of the chains whose last block in the tier has fewer expected uses a second than `least`. Such blocks
+    should leave the tier even if it has room.
 
-    A look at all chains now and then lists the ones that have fallen below; a chain used, shared or hinted at since is
-    judged again before it is named. A chain is named by its last block: when that was removed, the block above is its
-    last one.
-    """
+    All chains are looked at now and then to make the list. A chain that was used, shared or hinted at since is judged
+    again before `tails` returns its last block; once that block is removed, the block before it is the last one."""
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, least: float) -> None:
         self._residency = residency
@@ -300,7 +296,8 @@ class PoorChains:
         return found
 
     def released(self, chain: int) -> None:
-        """Judge `chain` again, since one of its blocks may perhaps be evicted now."""
+        """Look at `chain` again if it was left out because its last block could not be evicted; now the block perhaps
+        can be."""
         if self._held and (poor := self._held.pop(chain, None)) is not None:
             self._poor.append(poor)
 

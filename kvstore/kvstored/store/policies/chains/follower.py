@@ -43,10 +43,9 @@ def starting_tables() -> list[Ladder]:
 class LearningSettings:
     """The settings of learning in the policy chain-hazard.
 
-    `tables` makes the hazard tables to start from. `is_guarded`: LRU decides while it would hit more. `forgets`: the
-    tables' counts decay. Before `requests_min` requests the policy decides as LRU. A new block is declined only after
-    `declining_min` requests and `returns_min` continued chains.
-    """
+    `tables` makes the hazard tables (chances of a next request by age) to start from. With `is_guarded`, LRU decides
+    while it would have more hits. With `forgets`, the tables' counts decay. Before `requests_min` requests the policy
+    decides as LRU. A new block is declined only after `declining_min` requests and `returns_min` continued chains."""
 
     tables: Callable[[], list[Ladder]] = starting_tables
     is_guarded: bool = True
@@ -58,9 +57,8 @@ class LearningSettings:
 
 class ChainFollower:
     """The part of the policy chain-hazard that follows the tier's events and keeps its chains up to date. `named` is
-    the last victim by the chains' order, and `next` the row that follows it; both are -1 once something else has
-    happened. `is_plain` is True while the chains' order decides.
-    """
+    the row of the last victim chosen by the order of chains, and `next` the row to evict after it; both are -1 once
+    something else has happened. `is_plain` is True while the order of chains decides."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings, learning: LearningSettings
@@ -88,9 +86,8 @@ class ChainFollower:
 
     @property
     def is_lru(self) -> bool:
-        """True while the policy decides as LRU (least recently used): too little is known yet, or LRU would
-        hit more.
-        """
+        """True while the policy decides as LRU (it evicts the block used longest ago): it knows too little yet, or LRU
+        would have more hits."""
         return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
@@ -341,9 +338,8 @@ class ChainFollower:
         self.candidates[self.book.chains.tenant[chain]].look_at(chain, self.now_s, looks)
 
     def settle(self, count: int | None = None) -> None:
-        """Give chains to the rows that came to the tier and were not used: to all, or to the `count` that
-        came first.
-        """
+        """Assign chains to the rows that came to the tier without a use: to all of them, or to the `count` that came
+        first."""
         fresh = self.fresh[:count]
         del self.fresh[:count]
         for row in fresh:

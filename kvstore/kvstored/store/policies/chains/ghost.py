@@ -39,9 +39,8 @@ def ghost_limit(rows: int) -> int:
 
 
 class Shard:
-    """A part of the remembered keys, in two generations. Each maps a key to its chain and fan-out, packed in
-    one int.
-    """
+    """A part of the removed keys that are remembered, in two generations. Each maps a key to its chain and fan-out (how
+    many different blocks follow it), packed in one int."""
 
     __slots__ = ("old", "young")
 
@@ -51,10 +50,9 @@ class Shard:
 
 
 class ChainGhost:
-    """A record of one tenant's removed blocks: the chain of each key, and how many others follow it. It holds between
-    `limit` and twice `limit` keys; `limit` may be changed at any time. `forgetting` is called with the chains of
-    forgotten keys.
-    """
+    """A record of one tenant's removed blocks: the chain of each key, and how many different blocks follow it
+    (fan-out). It holds between `limit` and twice `limit` keys; `limit` may be changed at any time. `forgetting` is
+    called with the chains of forgotten keys."""
 
     __slots__ = ("_forgetting", "limit", "shards", "touched")
 
@@ -76,10 +74,9 @@ class ChainGhost:
             shard.old, shard.young = young, {}
 
     def remember_touches(self, key: bytes, touches: float, as_of_s: float) -> None:
-        """Remember how often others than its chain used the removed block `key`. `touches` is a decayed count as of
-        `as_of_s`. Without this, a shared prefix that was evicted would be the first victim each time it is stored
-        again.
-        """
+        """Remember how often other chains than its own used the removed block `key`. `touches` is a decayed count as of
+        the time `as_of_s`. Without this, a shared prefix that was evicted would be evicted first each time it is stored
+        again."""
         touched = self.touched
         touched.pop(key, None)
         touched[key] = touches, as_of_s
@@ -87,7 +84,8 @@ class ChainGhost:
             del touched[next(iter(touched))]
 
     def remember_run(self, keys: Sequence[bytes | None], chain: int, fans: Sequence[int]) -> None:
-        """Remember `chain` for each of `keys` that is not None, with the entry of `fans` at the same position."""
+        """Remember that the removed blocks `keys` belong to `chain`. `fans` has at the same position how many different
+        blocks follow each of them. A key that is None is left out."""
         shards, most, packed = self.shards, self.limit // SHARDS, chain << FAN_BITS
         for key, fan in zip(keys, fans, strict=True):
             if key is None:
@@ -139,9 +137,8 @@ class ChainGhost:
         self.touched.clear()
 
     def copied(self, most: int) -> Iterator[tuple[str, bytes, Chains]]:
-        """Yield the newest entries, at most `most`, in steps: the generation, the packed keys, and their packed
-        entries. Other tasks may run between two steps; their changes may be included or not.
-        """
+        """Yield the newest entries to save, at most `most`, in steps: a generation ("young" or "old"), packed keys, and
+        their packed entries. Other tasks may run between two steps; their changes may be included or not."""
         for shard in self.shards:
             left = most // SHARDS
             for generation in GENERATIONS:
@@ -177,9 +174,9 @@ _GAP_MAX = 64  # blocks that are not in the tier
 
 
 class Path(NamedTuple):
-    """The blocks of a request as they were before it: rows, then missing ones. The first `known` blocks had an owner.
-    `chain` owned the last of these, which `fan` other blocks follow; `pivot` is its row, or -1.
-    """
+    """The blocks of a request as the policy knew them before it: the stored ones, then the missing ones. The first
+    `known` blocks had an owner. `chain` owned the last of these, which `fan` other blocks follow; `pivot` is its row,
+    or -1."""
 
     before: list[int]  # owners
     fans: list[int]  # what the ghost knows of those that are missing: how many others follow each
@@ -199,9 +196,8 @@ def path_of(
     fans: bytearray,
     ghost: ChainGhost,
 ) -> Path:
-    """Return the state of a request's blocks before it: stored ones in `rows`, then `missing` ones by key, which
-    continue `parent` if there are no rows. It changes nothing.
-    """
+    """Return what the policy knows of a request's blocks before it takes the request in: stored blocks in `rows`, then
+    blocks with the keys `missing`, which continue the row `parent` if `rows` is empty. It changes nothing."""
     here = len(rows)
     before = [owner[row] for row in rows]
     lost: list[int] = []
@@ -227,9 +223,8 @@ def path_of(
 
 
 def next_above(row: int, chain: int, columns: RowColumns, owner: array[int]) -> int:
-    """Return the nearest row before `row` in its chain that `chain` owns, passing over rows that are not in the tier;
-    -1 if there is none.
-    """
+    """Return the nearest row before `row` in its chain of blocks that `chain` owns, passing over rows that are not in
+    the tier. Return -1 if there is none."""
     parents, known = columns.parent, len(owner)
     row = parents[row]
     for _ in range(_GAP_MAX):

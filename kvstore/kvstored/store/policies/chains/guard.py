@@ -24,7 +24,8 @@ _PROBATION_MAX = 10_000
 
 
 class LruGuard:
-    """A comparison of the policy with LRU on every request. `is_lru_ahead` is True while LRU should decide instead."""
+    """A comparison of the policy chain-hazard with LRU (evict the block used longest ago), made on every request by a
+    simulation of LRU on sampled blocks. `is_lru_ahead` is True while LRU should decide instead."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -41,14 +42,14 @@ class LruGuard:
         self.is_lru_ahead = False
 
     def numbers(self) -> list[float]:
-        """Return the numbers of this state that a restart needs, apart from `shadow`."""
+        """Return the numbers to save for a restart; the sampled blocks are saved by `shadow`."""
         return [
             self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._judged,
             self._probation, self._left, self.is_lru_ahead,
         ]  # fmt: skip
 
     def shadow(self) -> list[tuple[int, bytes]]:
-        """Return the tenant and key of each sampled block that LRU would hold, the next to evict first."""
+        """Return the tenant and key of each sampled block that LRU would have in the tier, the next to evict first."""
         return list(self._held)
 
     def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:
@@ -87,8 +88,8 @@ class LruGuard:
         missing: Sequence[bytes] = (),
     ) -> None:
         """Note that a request of `tenant` used the blocks `rows`, where `keys[row]` is a block's key. The last `fresh`
-        of them were missing before and have been stored for it; the blocks `missing` still are.
-        """
+        of them were missing before and have been stored for this request; the blocks with the keys `missing` are still
+        not stored."""
         held, mask = self._held, self._mask
         asked = [keys[row] for row in rows]
         last = len(rows) - fresh

@@ -20,9 +20,9 @@ _ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share 
 
 
 class ChainLearner(Learner):
-    """A learner from a tier's chains. In addition to hazard tables it learns how far down a chain its next request
-    goes: `end_reuse` is the chance that a block is used again, by its distance from the end (`_ENDS`).
-    """
+    """A learner from the chains of a tier. It updates the hazard tables (chances of a next request by age), and learns
+    how far down a chain its next request goes: `end_reuse` is the chance that a block is used again, by its distance
+    from the end (`_ENDS`)."""
 
     def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
         super().__init__(chains, ladders, forgets=forgets)
@@ -56,11 +56,11 @@ _COLLECTING_US = 100.0
 
 
 class Upkeep:
-    """A scheduler of learning and freeing steps. Call `requested` for every request.
+    """A scheduler of the policy's background steps, which learn from chains and free unused ones. Requests pay for them
+    with a little time each; call `requested` for every request.
 
-    The time that a request may spend grows with its blocks, so that it is little for each of them: long requests bear
-    most of it. If none is long, one request in some dozens bears a step.
-    """
+    The time that a request may spend grows with its blocks, so long requests bear most of it. If none is long, one
+    request in some dozens runs a step."""
 
     def __init__(self, learning: ChainLearner, collector: Collector) -> None:
         self._learning = learning
@@ -69,9 +69,8 @@ class Upkeep:
         self._is_collectors = False  # the next step, if both have something to do
 
     def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
-        """Run the steps that a request of `blocks` blocks has time for. It has spent `taken_us` microseconds of this
-        time already.
-        """
+        """Run the background steps that a request of `blocks` blocks has time for. `taken_us` microseconds of this time
+        are spent already."""
         self._waited += 1
         collector, learning = self._collector, self._learning
         if not (learning.is_due or collector.is_due):
@@ -93,14 +92,11 @@ _SLACK = 1024  # chains that are not worth a cycle
 
 
 class Collector:
-    """A mark-and-sweep collector that frees chains which no block names, in the tier or among removed ones. Call `step`
-    while `is_due`.
+    """A mark-and-sweep collector that frees chains which no block names, neither in the tier nor among removed blocks.
+    Call `step` while `is_due`.
 
-    Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a
-    ghost (the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the
-    ghost keeps it; a chain that a ghost forgets meanwhile is marked, and so is every chain that is used, taken or
-    inherited.
-    """
+    Chains are marked from the tier's rows first, then from the records of removed blocks. A chain that is used, taken
+    or inherited meanwhile is marked, too, and so is one of a key that a record forgets."""
 
     def __init__(self, chains: ChainTable, owner: array[int], ghosts: Sequence[ChainGhost]) -> None:
         self._chains = chains

@@ -66,9 +66,8 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
-    """Return an array that encodes everything the meaning of a state depends on. A policy can continue from a state
-    only if this is equal.
-    """
+    """Return an array that encodes everything on which the meaning of a saved state depends; `orders` are the feature
+    orders of the hazard tables. A policy can continue from a state only if its own signature is equal."""
     meaning = {"format": FORMAT, "edges_s": EDGES_S.round(6).tolist(), "features": Features._fields, "orders": orders}
     return np.frombuffer(json.dumps(meaning).encode(), np.uint8)
 

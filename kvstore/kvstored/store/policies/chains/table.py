@@ -28,10 +28,10 @@ _KEPT: tuple[str, ...] = CHAIN.names or ()
 
 
 class ChainTable:
-    """A table of chains, one slot for each, in columns. `tail` is the row of the chain's deepest block that is in the
-    tier and may be evicted, or -1. `blocked` is 1 when that block turned out not to be evictable. `live` is 1 while a
-    next request of the chain is expected; once another chain continues it, it is 0.
-    """
+    """A table of the chains that the policy chain-hazard knows, in columns with one entry for each chain number. `tail`
+    is the row of the chain's deepest block that is in the tier and may be evicted, or -1. `blocked` is 1 when that
+    block turned out not to be evictable. `live` is 1 while a next request of the chain is expected; once another chain
+    continues it, it is 0."""
 
     def __init__(self) -> None:
         self.tail = array("i")
@@ -62,7 +62,7 @@ class ChainTable:
         )  # fmt: skip
 
     def take(self) -> int:
-        """Return the number of a free slot for a new chain. The caller sets every column."""
+        """Return a free number for a new chain. The caller sets the chain's entry in every column."""
         if self._free:
             slot = self._free.pop()
             self._is_free[slot] = 0
@@ -80,7 +80,7 @@ class ChainTable:
             flags.extend(bytes(more))
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield the state of every slot (dtype CHAIN) in steps, without the due times of queued requests."""
+        """Yield the columns of all chains to save (dtype CHAIN) in steps, without the due times of queued requests."""
         for first in range(0, self.slots, _STEP):
             last = min(first + _STEP, self.slots)
             found = np.empty(last - first, CHAIN)
@@ -89,7 +89,7 @@ class ChainTable:
             yield found
 
     def restore(self, chains: npt.NDArray[np.void]) -> None:
-        """Fill the empty table with `chains` (dtype CHAIN), in slots from 0 on. No chain has a row yet."""
+        """Fill the empty table with the saved `chains` (dtype CHAIN), numbered from 0. No chain has a row yet."""
         self._grow(len(chains))
         self.slots = len(chains)
         for name in _KEPT:
@@ -101,7 +101,7 @@ class ChainTable:
         return self.slots - len(self._free)
 
     def free_unmarked(self, first: int, last: int) -> None:
-        """Free the slots from `first` up to `last` (excluded) that are not marked as in use."""
+        """Free the chains with numbers from `first` up to `last` (excluded) that are not marked as in use."""
         last = min(last, self.slots)
         marks, is_free = (np.frombuffer(flags, np.uint8) for flags in (self.marks, self._is_free))
         free = first + np.flatnonzero((marks[first:last] | is_free[first:last]) == 0)
@@ -111,7 +111,8 @@ class ChainTable:
         self._free += free[::-1].tolist()
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return those slots of `live` whose chain has a block in the tier, so that its rank will be needed."""
+        """Return the chains among the numbers `live` that have a block in the tier, so that their ranks will be
+        needed."""
         return live[self.ints(self.tail)[live] >= 0]
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
@@ -136,7 +137,8 @@ class ChainTable:
         return rank if is_return else max(base, rank)
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
-        """Return an int32 view of the slots in use of `column`. Drop it before the next `take`."""
+        """Return an int32 view of `column`, up to the highest chain number that was ever used. Drop it before the next
+        `take`."""
         return np.frombuffer(column, np.int32)[: self.slots]
 
     def floats(self, column: array[float]) -> npt.NDArray[np.float64]:
@@ -155,11 +157,10 @@ _FEW = 24  # rows, for which arrays do not pay
 
 
 class SharedTouches:
-    """A count, for each row, of uses by other chains than the block's own.
+    """A count, for each row, of uses of its block by other chains than the one that owns it (touches).
 
-    `count` has the touches, decayed as of the time `as_of_s`, by row. `span_s` is the divisor that turns a decayed
-    count into a rate.
-    """
+    `count` has the touches of each row, decayed to the time `as_of_s`. `span_s` is the number of seconds by which a
+    decayed count is divided to get a rate."""
 
     def __init__(self) -> None:
         self.count = array("d")
@@ -172,14 +173,14 @@ class SharedTouches:
         self.as_of_s.frombytes(bytes(8 * more))
 
     def rate(self, row: int, now_s: float) -> float:
-        """Return how many times a second others than its own chain use the block at `row`, as of `now_s`."""
+        """Return how many times a second other chains than its own use the block at `row`, as of `now_s`."""
         touches = self.count[row]
         if not touches:
             return 0.0
         return touches * math.exp((self.as_of_s[row] - now_s) / TAU_S) / self.span_s
 
     def add(self, rows: Sequence[int], now_s: float) -> None:
-        """Count one more touch, at `now_s`, of each of `rows`."""
+        """Count one more use by another chain, at `now_s`, of each of `rows`."""
         if len(rows) <= _FEW:
             for row in rows:
                 left = self.count[row] * math.exp((self.as_of_s[row] - now_s) / TAU_S)
@@ -191,7 +192,8 @@ class SharedTouches:
         since[at] = now_s
 
     def widen_span(self, now_s: float) -> None:
-        """Let `span_s` follow `now_s`. In the first minutes of counting it is shorter than the decay time `TAU_S`."""
+        """Update `span_s`, the divisor for rates, at `now_s`. In the first minutes of counting it grows up to the decay
+        time `TAU_S`."""
         if self.span_s >= _SPAN_FULL_S:
             return
         if math.isnan(self.began_s):
