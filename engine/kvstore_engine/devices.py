@@ -25,8 +25,8 @@ KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device that computes a model. `torch_name` is torch's name of it, "" if ggml computes on the
-    processor.
+    """The name of a device that computes a model. `torch_name` is the name that torch uses, or "" if ggml computes on
+    the processor.
     """
 
     name: str

@@ -15,8 +15,9 @@ _AHEAD = 0.25
 @dataclass(frozen=True, slots=True)
 class SchedulingCandidate:
     """The facts about one sequence that a scheduling policy may use. `order` numbers arrivals. `since_s` is the time at
-    which its present wait began. `level` is its priority, raised by waiting, when it was last admitted. `remaining_s`
-    is the predicted number of seconds that it still has to run. `served` counts the tokens its tenant has been served.
+    which its present wait began. `level` is the priority level with which it was last admitted. `remaining_s` is the
+    predicted number of seconds that it still has to run. `served` is the number of tokens that were computed for its
+    tenant.
     """
 
     order: int
@@ -29,8 +30,8 @@ class SchedulingCandidate:
 
 
 class SchedulingPolicy(Protocol):
-    """A rule for the order in which sequences are served and preempted. Ranks are tuples that are compared; the
-    smallest is first. `now_s` is the present time in seconds.
+    """A rule for the order in which sequences are served, and in which they lose their blocks when blocks are short.
+    Its ranks are tuples that are compared; the smallest is first. `now_s` is the present time in seconds.
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
@@ -40,26 +41,28 @@ class SchedulingPolicy(Protocol):
         ...
 
     def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a running sequence for the case that blocks are short: the sequence with the largest rank
-        is preempted first.
+        """Return the rank of the running sequence `candidate` for the case that blocks are short: the sequence with the
+        largest rank loses its blocks first.
         """
         ...
 
     def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
-        """Return the priority level that `candidate` keeps if it is admitted now."""
+        """Return the priority level of `candidate` if it is admitted now; it keeps that level while it runs. A sequence
+        with a higher level is served first.
+        """
         ...
 
     def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
-        """Return True if the sequence `waiting` shall run and `running` be preempted for it, when there is no room for
-        both.
+        """Return True if the running sequence `running` should lose its blocks so that `waiting` can run, when there is
+        no room for both.
         """
         ...
 
 
 class FirstCome:
-    """A policy that serves a tenant's requests in the order of arrival; the tenant that was served the fewest tokens
-    goes first. No sequence is displaced by a waiting one. When blocks are short, the latest arrival is preempted, so
-    the oldest always finishes.
+    """A policy that serves the tenant that was served the fewest tokens first, and a tenant's requests in the order of
+    arrival. A waiting sequence never displaces a running one. When blocks are short, the latest arrival loses its
+    blocks, so the oldest always finishes.
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:

@@ -58,8 +58,8 @@ class _Batch(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LlamaContextSettings:
-    """The settings of a llama.cpp context. `unified` gives all sequences one K/V buffer; otherwise each has one of
-    `context / sequences` tokens.
+    """The settings of a llama.cpp context, which holds the K/V of sequences. With `unified` all sequences share one K/V
+    buffer of `context` tokens; otherwise each has a buffer of `context / sequences` tokens.
     """
 
     context: int
@@ -98,7 +98,7 @@ class LlamaContext:
         self._row = self._function("llama_get_logits_ith", ct.POINTER(ct.c_float), ct.c_void_p, ct.c_int32)
 
     def close(self) -> None:
-        """Free the context and the model. Idempotent."""
+        """Free the context and the model. A second call does nothing."""
         if self._context:
             self._function("llama_batch_free", None, _Batch)(self._batch)
             self._function("llama_free", None, ct.c_void_p)(self._context)
@@ -116,8 +116,8 @@ class LlamaContext:
         return self._best(len(part) - 1)
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Compute one token for each of the first `len(tokens)` sequences at `positions`, and return the likeliest next
-        token of each.
+        """Compute one token for each of the first `len(tokens)` sequences, and return the likeliest next token of each.
+        `positions` are the positions of the tokens in their sequences.
         """
         count = len(tokens)
         sequences = np.arange(count, dtype=np.int32)

@@ -53,8 +53,8 @@ class BuildError(RuntimeError):
 
 
 def build_kernels() -> Path:
-    """Return the path of the native kernels' shared library. It is compiled, which takes a few seconds, if the cache
-    has none. Raises BuildError.
+    """Return the path of the shared library of the native kernels in the user's cache folder. If it is not there, it is
+    compiled first, which takes a few seconds. Raises BuildError.
     """
     compiler, units = _compiler(), _units(platform.machine())
     target = cache_folder() / f"kernels-{_digest(compiler, units)}.so"

@@ -16,9 +16,8 @@ Extent = Literal["width", "queries", "kv", "qkv", "head", "feed_forward", "gate_
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One weight of a layer, `blk.N.{name}.weight`: its extents, the contiguous one first.
-
-    `bias`: a file may bring `blk.N.{name}.bias`, which is then added.
+    """The weight of a layer that files call `blk.N.{name}.weight`: its extents, the contiguous one first. `bias`: a
+    file may have a tensor `blk.N.{name}.bias`, which is then added to the product.
     """
 
     name: str
@@ -28,12 +27,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The layers that see only the last tokens, and their rotation.
-
-    default_tokens: the window if the file names none; 0: then all layers see everything.
-    period:         the last of each `period` layers sees everything; 0: none does. A file may name another.
-    local_base:     frequency base of windowed layers if the file names none; these layers are then not scaled.
-                    None: they rotate as the others do.
+    """The settings of layers that see only the last tokens (a sliding window). default_tokens: the window in tokens if
+    the file names none; 0: then all layers see everything. period: the last of each `period` layers sees everything,
+    unless the file names another number; 0: no layer does. local_base: the frequency base of the rotation in windowed
+    layers if the file names none; these layers are then not scaled. None: they rotate as the other layers do.
     """
 
     default_tokens: int

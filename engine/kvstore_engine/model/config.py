@@ -73,24 +73,24 @@ class ModelConfig:
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with a sliding window, if other layers see everything; empty if all layers are
-        alike.
+        """The numbers of the layers with a sliding window in a model whose other layers see everything. It is empty if
+        all layers are alike.
         """
         windowed = tuple(layer for layer, window in enumerate(self.windows) if window)
         return windowed if len(windowed) < self.layers else ()
 
     @property
     def window_tokens(self) -> int:
-        """The number of tokens that the layers with a sliding window see; 0 if there are no such layers."""
+        """The number of tokens that the layers in `windowed_layers` see; 0 if there are no such layers."""
         return max((self.window(layer) for layer in self.windowed_layers), default=0)
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the settings of the rotary position embedding of queries and keys in `layer`."""
+        """Return the settings of the rotary position embedding of `layer`."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def describe_attention(self) -> str:
-        """Return one line of text that differs whenever two models with equal weights compute different keys and
-        values, for example by rotation or window.
+        """Return one line of text about rotation, windows and the like. It differs for two models with equal weights
+        whenever they compute different keys and values.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}

@@ -84,11 +84,13 @@ class RestorationRecord:
 
     @property
     def stored(self) -> int:
-        """The number of chunks that some tier had."""
+        """The number of the restored prompt's chunks (storage blocks) that some tier had."""
         return sum(self.tiers.values())
 
     def as_json(self) -> dict[str, object]:
-        """Return all fields as a dictionary for JSON. Times in `work` count from the plan, in seconds."""
+        """Return all fields as a dictionary for JSON. The times of the pieces of `work` are seconds after the plan was
+        made.
+        """
         kept = asdict(self)
         kept["work"] = [
             {**asdict(each), "begin_s": each.begin_s - self.planned_s, "end_s": each.end_s - self.planned_s}
@@ -104,8 +106,8 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """Sums over all restorations since the start. `predicted_s` and `actual_s` count only restorations that loaded
-    something to the end.
+    """The sums over all restorations of an engine since its start. `predicted_s` and `actual_s` are sums over the
+    restorations that loaded something and were not cut short.
     """
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
@@ -117,7 +119,7 @@ class RestorationTotals:
 
 
 class RestorationLog:
-    """The last 64 restoration records of an engine, and sums over all."""
+    """The last 64 records of an engine's restorations of prompts, and sums over all restorations."""
 
     def __init__(self) -> None:
         self._records: deque[RestorationRecord] = deque(maxlen=RECORDS)
@@ -140,9 +142,9 @@ class RestorationLog:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The figures of one prompt's restoration. `lookup_s` is the time until the daemon's first answer, `restore_s` the
-    time after it. `estimated_load_s` and `estimated_compute_s` are the two predictions that were compared. `reason`
-    says why no more was restored.
+    """Figures about the restoration of one prompt. `lookup_s` is the time until the daemon's first answer, `restore_s`
+    the time after it. `estimated_load_s` and `estimated_compute_s` are the predicted times of loading and of computing,
+    which were compared. `reason` says why not more was restored.
     """
 
     tokens: int = 0
@@ -157,8 +159,8 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The numbers of blocks of one request by the status of their put. `store_s` is the time that puts took, in
-    seconds; generation did not wait for it.
+    """The result of storing the blocks of one request in the daemon: the number of blocks by status. `store_s` is the
+    time in seconds that storing took; generation did not wait for it.
     """
 
     stored: int = 0

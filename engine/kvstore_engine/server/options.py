@@ -59,7 +59,7 @@ class EngineOptions:
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of the HTTP process. `api_keys` is the path of a file with keys; without it there is one tenant, and
-    only this machine is served. `drain_s` is the time for running requests at the end.
+    only this machine is served. `drain_s` is the time in seconds that running requests get when the server ends.
     """
 
     engine: EngineOptions
@@ -76,9 +76,9 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandedFile:
-    """The model's open file, as it is passed to a scheduler process; `path` is its name in messages. Without `digest`
-    the file must not have changed since the HTTP process opened it, by its identity; with it, the content must have
-    this digest.
+    """The model's open file, as the HTTP process passes it to a scheduler process; `path` is its name in messages. With
+    `digest`, the content must have this digest. Without it, the file's `identity` must show that it was not changed
+    since the HTTP process opened it.
     """
 
     path: str
@@ -100,8 +100,8 @@ class HandedFile:
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[FileWatch]:
-        """Return a context manager that gives the file, parsed and watched for changes. Raises FileChanged if its
-        content has changed.
+        """Open the handed file, parsed and watched for changes, for the time of a `with` block. Raises FileChanged if
+        its content has changed.
         """
         with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
             try:

@@ -36,7 +36,7 @@ UNKNOWN = 254  # a number that no codec has
 
 
 class CodecContract(ABC):
-    """A test suite that every codec must pass. A subclass makes the codec."""
+    """A test suite that every codec (an encoder of block payloads) must pass. A subclass defines `make_codec`."""
 
     @abstractmethod
     def make_codec(self) -> Codec: ...

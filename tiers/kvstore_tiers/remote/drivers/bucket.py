@@ -155,5 +155,5 @@ def _client_value(value: str) -> str | bool:
 
 
 def split_options(url: str) -> dict[str, str]:
-    """Return the options in the query of `url` by name."""
+    """Return the options behind the "?" of `url` by name."""
     return dict(parse_qsl(urlsplit(url).query, keep_blank_values=True, strict_parsing=bool(urlsplit(url).query)))
