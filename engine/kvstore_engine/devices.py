@@ -54,7 +54,7 @@ class DeviceName:
 
     @property
     def index(self) -> int:
-        """The number of the CUDA device, counted as this process sees them."""
+        """The number of the CUDA device, counted from 0 over the devices that this process can use."""
         return int(self.name.partition(":")[2])
 
     def check_kv_dtype(self, kv_dtype: str) -> None:

@@ -53,7 +53,7 @@ class ArenaWitness(Protocol):
     def made(self, arena: Arena) -> None: ...
 
     def changed(self, arena: Arena) -> None:
-        """Note that `arena` was cut into slots, that one of its slots was used for the first time, or that a slot
+        """Note a change of `arena`: it was cut into slots, one of its slots was used for the first time, or a slot
         reached a higher generation than any slot before.
         """
         ...
@@ -101,8 +101,8 @@ def writable_owner(owner: str) -> str:
 
 
 class ArenaHome(NamedTuple):
-    """The place of an arena's memory. The memory is bound to the NUMA node `numa_node`, or to no node if that is -1.
-    `device` numbers the device that has the blocks; 0 means DRAM.
+    """The place of an arena's memory (an arena is shared memory cut into slots). The memory is bound to the NUMA node
+    `numa_node`, or to no node if that is -1. `device` is the identity of the device that has the blocks; 0 means DRAM.
     """
 
     numa_node: int = -1
@@ -236,8 +236,9 @@ class Arena(ArenaMemory):
             self._reached(self._generations[index])
 
     def retire(self, slot: Slot) -> None:
-        """Mark the header of the block in `slot` as gone, while readers may still look at the payload. A process that
-        takes the arena over later does not keep this block. Raises RuntimeError if the slot is not allocated.
+        """Mark the block in `slot` as gone in its header. Readers that have a lease may still read the payload, but a
+        process that takes the arena over later does not keep this block. Raises RuntimeError if the slot is not
+        allocated.
         """
         self.require_out(slot)
         mark_retired(self.segment(slot))

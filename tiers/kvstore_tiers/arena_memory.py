@@ -139,8 +139,9 @@ class ArenaMemory:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def populate(self, budget_bytes: int) -> int:
-        """Make the system provide the next pages, at most `budget_bytes`, without changing a byte of them. Return the
-        number of bytes done in this call; 0 means that all pages are there. Only one thread at a time may call it.
+        """Let the system provide the next pages of this memory, at most `budget_bytes` bytes, without changing their
+        content. Return the number of bytes that this call provided; 0 means that all pages are there. Only one thread
+        at a time may call it.
         """
         nbytes = min(budget_bytes, self.nbytes - self.populated_bytes)
         if nbytes <= 0:
@@ -288,8 +289,8 @@ def require_arena(descriptor: int, number: int, nbytes: int) -> None:
 
 
 def empty_memory(descriptor: int) -> None:
-    """Give all memory of an arena that is not wanted back to the system, even while former clients map it. If
-    `descriptor` is not of an arena of this user, nothing happens.
+    """Give all memory of an unwanted arena (shared memory cut into slots) back to the system, even while former clients
+    map it. If `descriptor` is not of an arena of this user, nothing happens.
     """
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)

@@ -182,7 +182,7 @@ class Containers(Generic[Of]):
         return container.used_slots == 0
 
     def bar(self, container: Of) -> None:
-        """Hand out no slot of `container` ever again. Its used slots can still be freed."""
+        """Hand out no slot of `container` any more. Its used slots can still be freed."""
         self.barred.add(container.number)
         self.forget_room(container)
         self.empty.pop(container.number, None)

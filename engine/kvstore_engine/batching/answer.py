@@ -46,7 +46,7 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add `text` to the answer. Return the text that can be shown now, and True if a stop string is complete. The
-        shown text never contains a stop string or a part of one.
+        text that is shown never contains a stop string or the beginning of one.
         """
         if not self._stops:
             return text, False
@@ -72,9 +72,9 @@ class StopStrings:
 
 
 class Answer:
-    """One answer to a request, while it grows: its sampler, constraint, text and stop strings. `index` numbers the
-    answers of a request from 0. `is_plain` is True if the next token is always the likeliest one. Raises UsageError if
-    the request's constraint cannot be made.
+    """One answer to a request while its tokens are generated: its sampler, constraint, text and stop strings. `index`
+    numbers the answers of a request from 0. `is_plain` is True if the next token is always the likeliest one. Raises
+    UsageError if the request's constraint (such as a grammar) cannot be made.
     """
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:

@@ -57,7 +57,9 @@ class Batch:
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
-        """One pair (1, position of the token) for each sequence that computes the next token of its answer."""
+        """A pair (1, position of the token) for each sequence of the batch that computes the next token of its
+        answer.
+        """
         return [(1, part.begin) for part in self.parts if part.is_decode]
 
     @property

@@ -111,12 +111,12 @@ class BatchEngine:
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that wait to be admitted."""
+        """The number of answers that wait to be given blocks of the pool, so that they can run."""
         return len(self._run_queue.waiting)
 
     @property
     def running(self) -> int:
-        """The number of sequences that hold blocks of the pool."""
+        """The number of answers that hold blocks of the pool and are being computed."""
         return len(self._run_queue.running)
 
     def add(self, request: Request) -> None:

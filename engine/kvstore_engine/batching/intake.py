@@ -53,8 +53,8 @@ class RequestIntake:
         self._order = 0
 
     def accept(self, request: Request) -> Sequence:
-        """Check `request`, put its first sequence into the queue of `scheduler`, and return it. Raises UsageError if
-        the request can never be answered, Overloaded if too many wait.
+        """Check `request`, put the sequence of its first answer into the queue of the scheduler, and return that
+        sequence. Raises UsageError if the request can never be answered, Overloaded if too many requests wait.
         """
         self._check(request)
         self._check_load(request.tenant)

@@ -88,12 +88,12 @@ class Observer:
         """
 
     def swapped_out(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that `nbytes` bytes of a preempted answer's blocks, in `runs` contiguous pieces of the pool, were copied
-        to the host.
+        """Note that the blocks of an answer that had to give them up, `nbytes` bytes in `runs` contiguous pieces of the
+        pool, were copied to host memory.
         """
 
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that `nbytes` bytes of a preempted answer's blocks were copied back from the host to the pool, in `runs`
+        """Note that the blocks of an answer, `nbytes` bytes, were copied back from host memory to the pool, in `runs`
         contiguous pieces.
         """
 

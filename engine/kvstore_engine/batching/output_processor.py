@@ -18,7 +18,9 @@ from kvstore_engine.executors.logits import StepLogits
 
 
 class OutputProcessor:
-    """The part of the engine that turns a step's logits into tokens and events, and ends answers."""
+    """The part of the engine that turns the logits of a step into tokens and events, and ends answers that are
+    complete.
+    """
 
     def __init__(
         self,

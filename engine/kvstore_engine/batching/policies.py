@@ -35,8 +35,8 @@ class SchedulingPolicy(Protocol):
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a sequence that waits to be admitted, or for prompt tokens in a step. The smallest rank is
-        served first.
+        """Return the rank of `candidate`, a sequence that waits to run or has prompt tokens to compute. The sequence
+        with the smallest rank is served first.
         """
         ...
 
@@ -79,9 +79,10 @@ class FirstCome:
 
 
 class ShortestRemaining:
-    """A policy that serves the sequence with the shortest predicted remaining time first. Each second since its arrival
-    counts as `ageing` seconds less remaining time, so that long requests are not delayed for ever. A running sequence
-    is displaced only by one that is ahead by more than a quarter of the running one's remaining time.
+    """A policy that serves the sequence with the shortest predicted remaining time first. Each second since a
+    sequence's arrival counts as `ageing` seconds less remaining time, so that long requests are not delayed for ever. A
+    waiting sequence displaces a running one only if its time is shorter by more than a quarter of the running one's
+    time.
     """
 
     def __init__(self, ageing: float) -> None:
@@ -105,9 +106,9 @@ class ShortestRemaining:
 
 
 class PriorityFirst:
-    """A policy that serves the highest priority level first, and displaces running sequences of lower levels. Within a
-    level the least served tenant, then the first arrival, goes first. A waiting sequence rises by one level every
-    `level_s` seconds and keeps the level at which it is admitted.
+    """A policy that serves the highest priority level first, and lets a waiting sequence displace a running one of a
+    lower level. Within a level the tenant that was served the fewest tokens, then the first arrival, goes first. A
+    waiting sequence rises by one level every `level_s` seconds and keeps the level with which it begins to run.
     """
 
     def __init__(self, level_s: float) -> None:
@@ -127,8 +128,8 @@ class PriorityFirst:
 
 
 def choose_policy(name: str, *, ageing: float, level_s: float) -> SchedulingPolicy:
-    """Return the policy `name`: "fcfs", "shortest" (with `ageing`) or "priority" (with `level_s` seconds a level).
-    Raises ValueError for another name.
+    """Return the scheduling policy called `name`: "fcfs", "shortest" (with its parameter `ageing`) or "priority" (with
+    its parameter `level_s`). Raises ValueError for another name.
     """
     match name:
         case "fcfs":

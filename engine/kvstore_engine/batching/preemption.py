@@ -54,8 +54,8 @@ class Preemption:
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
-        """Take the blocks of the running `sequence`. Return "swap" if they were copied to host memory, "recompute" if
-        they were dropped.
+        """Take the pool blocks of the running `sequence`. Return "swap" if they were copied to host memory, "recompute"
+        if they were dropped.
         """
         sequence.accounts.preemptions += 1
         how: Literal["swap", "recompute"] = "recompute"
@@ -86,7 +86,7 @@ class Preemption:
         return self._space.price(sequence.request.tenant, sequence.tokens[: sequence.length])
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the host memory of `sequence`, which was swapped out and has ended."""
+        """Free the host memory to which the blocks of `sequence` were copied; the sequence has ended."""
         if sequence.swapped is not None:
             self._host.free(sequence.swapped.places)
             sequence.swapped = None

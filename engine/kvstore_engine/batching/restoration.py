@@ -45,8 +45,8 @@ class Arriving:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Restoration(RestoreProgress):
-    """The state of restoring the stored K/V blocks of one `sequence` from the daemon. `tokens` are the tokens of the
-    blocks that may be restored. A chunk is one storage block; chunk 0 is the block `first`.
+    """The state of restoring the stored K/V of one `sequence` from the daemon. `tokens` are the tokens of the storage
+    blocks that may be restored. Methods that speak of chunks count the same storage blocks from number `first` on.
     """
 
     sequence: Sequence
@@ -122,8 +122,8 @@ class Restoration(RestoreProgress):
                 self.copied.add(block)
 
     def is_wanted(self, block: int) -> bool:
-        """Return True if the storage block number `block`, which has arrived, is still needed. If it was computed
-        meanwhile, return False and count it as loaded in vain.
+        """Return True if the storage block number `block`, which has arrived from the daemon, is still needed. If it
+        was computed meanwhile, return False, and count it as loaded and computed.
         """
         if not self.is_meeting or block < self.first:
             return False
@@ -233,7 +233,9 @@ class Filler:
         return True
 
     def pass_copied(self, restoration: Restoration) -> None:
-        """Advance the sequence of `restoration` past the copied blocks that directly follow its computed tokens."""
+        """Count the tokens of copied blocks that directly follow the computed tokens of the sequence of `restoration`
+        as computed.
+        """
         sequence, size = restoration.sequence, restoration.chunk_tokens
         begin = end = sequence.computed
         while end // size in restoration.copied:

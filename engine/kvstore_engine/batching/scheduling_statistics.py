@@ -26,8 +26,9 @@ _Key = tuple[str, int] | str | None
 
 
 class SchedulingStatistics:
-    """The predictions and counts of an engine's sequences that scheduling policies use. `costs` predicts computing
-    times; ended answers predict lengths. `prefill_tokens` is the most prompt tokens in a step.
+    """The predictions and counts about an engine's sequences that scheduling policies use. `costs` predicts computing
+    times; the lengths of ended answers predict the lengths of others. `prefill_tokens` is the most prompt tokens in a
+    step.
     """
 
     def __init__(self, costs: LearnedCosts, prefill_tokens: int, *, predicts: bool) -> None:
@@ -73,7 +74,7 @@ class SchedulingStatistics:
 
     @property
     def step_s(self) -> float:
-        """The average seconds of recent steps that computed next tokens of answers."""
+        """The average seconds of recent steps in which answers got their next tokens."""
         return self._costs.batch_s([(1, 0)]) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:

@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """The number of known tokens whose K/V are not computed yet."""
+        """The number of this answer's known tokens, prompt included, whose K/V are not computed yet."""
         return self.length - self.computed
 
     @property
@@ -114,8 +114,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class Accounts:
-    """The counts of a sequence from which `Usage` is made: prompt tokens by their source, and times of its events in
-    seconds.
+    """The counts of one answer for its `Usage`: prompt tokens by the source of their K/V, and the times of its events
+    in seconds.
     """
 
     local: int = 0

@@ -106,7 +106,9 @@ class LlamaContext:
             self._context = 0
 
     def prefill(self, sequence: int, tokens: Int32Array) -> int:
-        """Compute the prompt `tokens` for sequence number `sequence`, and return the likeliest next token."""
+        """Compute the prompt `tokens` for sequence number `sequence` with llama.cpp, and return the likeliest next
+        token.
+        """
         size = min(self.settings.batch, self.settings.context)
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -178,7 +180,9 @@ class LlamaContext:
 
 
 def llama_library(ggml: Path) -> Path:
-    """Return the path of the library that contains llama.cpp, given the path of ggml."""
+    """Return the path of the library that contains llama.cpp. `ggml` is the path of the ggml library that belongs to
+    it.
+    """
     folder = ggml if ggml.is_dir() else ggml.parent
     beside = sorted(folder.glob("libllama.so*")) + sorted(folder.glob("libllama.dylib"))
     return beside[0] if beside else ggml

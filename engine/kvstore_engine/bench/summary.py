@@ -114,7 +114,7 @@ def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
 
 
 def kinds(outcomes: Sequence[RequestOutcome]) -> list[str]:
-    """Return the kinds of requests among `outcomes`; an empty list if there is only one."""
+    """Return the names of the kinds of requests that occur in `outcomes`; an empty list if all are of one kind."""
     found = sorted({outcome.kind for outcome in outcomes})
     return found if len(found) > 1 else []
 

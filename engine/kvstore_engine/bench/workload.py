@@ -87,7 +87,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int:
-        """The tokens of context that the longest request needs."""
+        """The number of tokens of context that the longest request of this load needs."""
         return max(len(request.tokens) + request.max_tokens for request in self.requests)
 
     @property
@@ -115,8 +115,8 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """The sizes from which a benchmark's requests are made: their number, the prompt and answer tokens of an ordinary
-    one, the number of token ids, and the seed.
+    """The sizes from which the requests of a benchmark are made: the number of requests, the tokens of an ordinary
+    prompt and an ordinary answer, the number of token ids (`vocabulary`), and the seed.
     """
 
     requests: int = 32

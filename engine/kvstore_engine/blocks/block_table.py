@@ -54,7 +54,7 @@ class BlockTable:
         self.count = needed
 
     def replace(self, index: int, block: int) -> None:
-        """Put the pool block `block` at place `index` of the table."""
+        """Put the pool block `block` at the place number `index` of this sequence's table."""
         self.ids[index] = block
 
     def window_ids(self) -> npt.NDArray[np.int32]:

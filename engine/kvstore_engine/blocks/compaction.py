@@ -74,8 +74,8 @@ _NOTHING = Compaction()
 
 
 class Compactor:
-    """A part of the engine that moves a sequence's scattered blocks together in the pool, if that saves more time in
-    later copies than it takes.
+    """A mover of blocks within the pool. It moves the scattered blocks of a sequence together, if that saves more time
+    in later copies than it takes.
     """
 
     def __init__(self, space: BlockSpace, costs: TransferCosts, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -166,8 +166,8 @@ class BlockSpace:
         return ready
 
     def unshare(self, table: BlockTable, index: int) -> None:
-        """Replace the shared blocks of `table` from number `index` on by new ones, which the sequence must compute
-        itself. Raises PoolExhausted with nothing changed.
+        """Replace the shared blocks of `table` from place number `index` on by new blocks, which the sequence must
+        compute itself. Raises PoolExhausted with nothing changed.
         """
         path = table.nodes[index:]
         shared = [node for node in path if node.users > 1]  # a leading part
@@ -239,8 +239,8 @@ class BlockSpace:
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses, and blocks that
-        follow them, are no longer cached.
+        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses are dropped from
+        the cache of prefixes, together with the blocks that follow them.
         """
         own = next((node for node in table.nodes if node.users == 1), None)
         self.release(table)

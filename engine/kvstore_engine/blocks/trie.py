@@ -52,7 +52,7 @@ class TrieNode:
 
     @property
     def is_attached(self) -> bool:
-        """True while the node is in the trie; False once its block was evicted."""
+        """True while the node is in the prefix trie; False once it was removed from it."""
         return self.parent is not None and self.parent.children.get(self.key) is self
 
 
@@ -84,7 +84,9 @@ class PrefixTrie:
         return path
 
     def child(self, tenant: str, parent: TrieNode | None, key: bytes) -> TrieNode | None:
-        """Return the node for `key` below `parent` (None: at the tenant's root), or None if it does not exist."""
+        """Return the node below `parent` whose block has the token ids `key` (as bytes), or None if it does not exist.
+        `parent` None is the root of the `tenant`'s tree.
+        """
         above = parent if parent is not None else self._roots.get(tenant)
         return above.children.get(key) if above is not None else None
 
@@ -95,8 +97,9 @@ class PrefixTrie:
         node.users += 1
 
     def add(self, tenant: str, parent: TrieNode | None, key: bytes, block: int) -> TrieNode:
-        """Add a node for `key` with the pool block `block` below `parent` (None: at the tenant's root), and return it.
-        It has one user and is not ready.
+        """Add a node for the block with the token ids `key` (as bytes) and the pool block `block` below `parent`, and
+        return it. `parent` None is the root of the `tenant`'s tree. The node has one user, and its K/V count as not
+        computed.
         """
         above = parent if parent is not None else self._roots.setdefault(tenant, TrieNode(None, b"", -1))
         assert key not in above.children, "the node is there already"

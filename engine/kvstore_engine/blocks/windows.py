@@ -45,7 +45,9 @@ class WindowBlocks:
         return 2 * tokens > self.pool.blocks * self._size
 
     def blocks_for(self, step_tokens: int) -> int:
-        """Return the number of blocks that one sequence needs to compute steps of `step_tokens` tokens."""
+        """Return the number of window blocks that one sequence needs so that steps of `step_tokens` tokens can be
+        computed.
+        """
         return -(-self._before // self._size) + -(-step_tokens // self._size) + 3
 
     def needed(self, position: int) -> range:

@@ -86,8 +86,8 @@ class GGUFFile:
 
     @classmethod
     def open(cls, file: str | os.PathLike[str] | OpenFile) -> Self:
-        """Map and parse the GGUF file `file`, a path or an open file that the caller closes. Raises GGUFError, in one
-        line, if it cannot be used.
+        """Map and parse the GGUF file `file`, a path or an open file that the caller closes. Raises GGUFError, with a
+        message of one line, if it cannot be used.
         """
         if isinstance(file, OpenFile):
             return cls._parsed(file, owns_source=False)

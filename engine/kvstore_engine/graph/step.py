@@ -62,8 +62,8 @@ class StepLimits:
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
-    """Check the `slices` of a step against `limits`, and return them as flat arrays. Raises ValueError that names the
-    mistake.
+    """Check the `slices` of a step against `limits`, and return the step's inputs as flat arrays. Raises ValueError;
+    the message names the mistake.
     """
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")

@@ -17,7 +17,9 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Kernels(ABC):
-    """The engine's own processor kernels: attention, products with interleaved matrices, and copies of pool blocks."""
+    """The engine's own functions for the processor: attention, products with interleaved matrices, and copies of pool
+    blocks.
+    """
 
     name: str
 

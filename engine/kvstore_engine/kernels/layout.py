@@ -74,7 +74,7 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
 
 
 class KernelStep(ct.Structure):
-    """The C structure `Step` of layout.h: the facts that all layers of one step share."""
+    """The C structure `Step` of layout.h: the sizes and addresses that all layers of one step share."""
 
     _fields_ = (
         ("query_heads", ct.c_int64),
@@ -113,8 +113,8 @@ class Layer(ct.Structure):
 
 
 class Product(ct.Structure):
-    """The C structure `Product` of layout.h: where the operands of a matrix product are in ggml's tensors, and counters
-    that share out the work.
+    """The C structure `Product` of layout.h. It says where ggml's tensors keep the operands of a matrix product, and
+    has the counters by which threads share out the work.
     """
 
     _fields_ = (
@@ -164,7 +164,7 @@ class AttentionShape:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the K (or the V) of one token in one layer."""
+        """The bytes that the K, or the V, of one token takes in one layer."""
         return TENSOR_TYPES[self.kv_type].row_bytes(self.kv_heads * self.head_dim)
 
 

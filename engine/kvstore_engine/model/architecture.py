@@ -40,20 +40,17 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One value of `general.architecture`.
+    """The description of the models that have one value of `general.architecture`. models: their families, for people.
+    parts: the weights of a layer; a file has either `attn_qkv` or q, k and v apart. rotation: "normal" rotates
+    neighbouring channels as a pair, "neox" a channel of the first half with one of the second. partial_rotation: fewer
+    channels than a head has may be rotated. rope_factors: names of tensors that may have a divisor for each frequency.
+    activation: the function of the gate; with "swiglu_fused" one matrix computes gate and up.
 
-    models:           the families that it stands for, for people.
-    parts:            the tensors of a layer. A file has either `attn_qkv` or q, k and v apart.
-    rotation:         "normal" rotates neighbouring channels, "neox" one half against the other.
-    partial_rotation: fewer channels than a head has may be rotated.
-    rope_factors:     tensors that may bring a divisor for each frequency.
-    activation:       of the gate; "swiglu_fused" where one matrix computes gate and up.
-    ignores_window:   a window that a file names is not applied.
-    output:           "own" matrix unless the file has none, or always "tied" to the embeddings.
-    output_bias:      a file may bring `output.bias`.
-    scaled_embedding: embeddings are multiplied by sqrt(width).
-    width_scaled_layers: models with this number of layers scale scores by the width per head, not by head_dim.
-    attention_softcap, output_softcap: the caps if the file names none; None: there is no such cap.
+    windows: the layers with a sliding window; ignores_window: a window that a file names is not used. output: "own" if
+    a file may have an output matrix, "tied" if it is always the embeddings'. output_bias: a file may have
+    `output.bias`. scaled_embedding: embeddings are multiplied by sqrt(width). width_scaled_layers: in models with this
+    number of layers, scores are scaled by the width per head and not by head_dim. attention_softcap, output_softcap:
+    the caps if the file names none; None: no cap.
     """
 
     name: str

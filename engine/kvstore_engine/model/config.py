@@ -27,13 +27,13 @@ _MAX_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder. `width` is the residual stream, `kv_width` one token's K (or V).
-
-    `rope` is the rotation of layers that see everything, `local_rope` the rotation of layers with a window, if
-    different. `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
-    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this number of
-    tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the number of tokens; `padding`: rows
-    of embeddings and of the output matrix past the last token, which get no logits.
+    """The sizes and settings of a decoder model. `width` is the number of values of a hidden state, `kv_width` of one
+    token's K (or V). `rope` is the rotation of layers that see everything, `local_rope` the rotation of layers with a
+    window, if different. `windows` has for each layer the number of tokens that it sees, 0 for all; if it is empty, all
+    layers see everything. `attention_scale` 0 means 1 / sqrt(head_dim); a soft cap of 0 means none. `longest_context`:
+    for contexts of more tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary` is the number of
+    tokens. `padding` is the number of rows of the embeddings and the output matrix past the last token, which get no
+    logits.
     """
 
     name: str

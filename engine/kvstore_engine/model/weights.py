@@ -238,7 +238,7 @@ class Model:
 def load_model(
     file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
 ) -> Model:
-    """Load the model in `file`, which the model closes later. `context` is the longest sequence in tokens. Raises
-    UnsupportedModel, GGMLError or KernelError.
+    """Load the model in `file`, which `Model.close` closes, for ggml's `library`. With `repack` matrices may be copied
+    into faster layouts. `context` is the longest sequence in tokens. Raises UnsupportedModel, GGMLError or KernelError.
     """
     return Model(file, library or load_library(), repack=repack, context=context)

@@ -43,7 +43,9 @@ def ask_on_terminal(model: KnownModel, text: str) -> None:
 
 
 def agree(model: KnownModel, text: str) -> None:
-    """Print the terms `text` of `model`, to which the user has agreed by an option."""
+    """Print the terms `text` of `model`. The user has agreed to them by an option of the command, so nothing is
+    asked.
+    """
     print(text, file=sys.stderr)
     print(f"{model.name}: you agreed to these terms with --accept-terms", file=sys.stderr)
 

@@ -31,7 +31,7 @@ class Histogram:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Count `value`. Raises ValueError if it is negative or not finite."""
+        """Add `value` to the histogram. Raises ValueError if it is negative or not finite."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
         self.count += 1

@@ -33,7 +33,7 @@ class PoolLoad(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the copies took, once the load is finished; None if the caller must measure them."""
+        """The seconds that the copies took, once `finish` has returned; None if the caller must measure them."""
         ...
 
 

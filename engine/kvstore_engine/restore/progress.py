@@ -66,8 +66,8 @@ class RestoreProgress:
     work: list[Work] = field(default_factory=list)
 
     def decide(self, prefix: StoredPrefix, costs: RestoreCosts, *, loads_all: bool = False) -> RestorePlan:
-        """Choose by `costs` which chunks of `prefix` to load and which to compute, and return that plan. With
-        `loads_all` everything is loaded.
+        """Choose by the predicted `costs` which chunks (storage blocks) of `prefix` to load and which to compute, and
+        return that plan. With `loads_all` all chunks are loaded.
         """
         plans = plans_by_axis(prefix, costs)
         self.costs = costs

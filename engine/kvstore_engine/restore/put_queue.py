@@ -51,7 +51,7 @@ class QueuedPut:
 
     @property
     def reason(self) -> str:
-        """The reason why not all blocks were stored; "" if all were."""
+        """The reason why not all blocks of this put (a request to store blocks) were stored; "" if all were."""
         if self.failure:
             return self.failure
         if not self.statuses:
@@ -160,7 +160,7 @@ class PutQueue:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the thread has nothing to do, at most `timeout_s` seconds."""
+        """Wait, at most `timeout_s` seconds, until the thread has sent everything that it has got."""
         self._idle.wait(timeout_s)
 
     def close(self) -> list[QueuedPut]:

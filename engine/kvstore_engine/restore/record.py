@@ -37,20 +37,21 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RestorationRecord:
-    """The record of restoring one prompt. Chunks are storage blocks; the ones in DRAM were copied first and are
-    `mapped`. The fields below are about the rest, `chunks` of them, which were in `tiers`.
+    """The record of restoring the K/V of one prompt. Chunks are storage blocks. The chunks in DRAM were copied first;
+    `mapped` is their number. All other counts are about the other chunks, `chunks` in number, whose tiers are in
+    `tiers`.
 
-    plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
-    predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.
-    actual_s:    from the plan until all was present; None if that was left to ordinary steps, or cut short.
-    loaded, computed, lost, wasted: chunks by the way they came; lost ones could not be loaded and were computed, wasted
-                 ones were done twice.
-    load_busy_s, compute_busy_s: seconds that the link, and steps, worked for it; the rest of `actual_s` they were idle.
-    stage:       None, or the number of the record's pipeline stage, which has the layers [first, end) of `layers`. Its
-                 `chunks` are all whole ones of the prompt, including chunks in DRAM and chunks that were not stored,
-                 which `tiers` does not count.
-    inputs:      chunks whose hidden states the stage loaded.
-    forwarded:   chunks that the stage had, and computed for the hidden states that the next one lacked.
+    plan: "load" or "compute" for all of these chunks, "tokens" for both at once; empty if DRAM had all chunks, or
+    nothing was stored. predicted_s: the predicted time of the plan; predicted_load_s, predicted_compute_s: the
+    predicted times of loading and of computing all. actual_s: the time from the plan until all were present; None if
+    ordinary steps computed the last ones, or if it was cut short. loaded, computed, lost, wasted: the numbers of chunks
+    by their way; a lost chunk could not be loaded and was computed, a wasted one was both loaded and computed.
+    load_busy_s, compute_busy_s: the seconds in which the link, and steps, worked for this prompt.
+
+    stage: None, or the number of the pipeline stage that the record is about; its layers are [first, end) of `layers`.
+    For a stage, `chunks` counts all whole chunks of the prompt, also chunks in DRAM and chunks that were not stored,
+    which `tiers` does not count. inputs: the number of chunks whose hidden states the stage loaded. forwarded: the
+    number of chunks that the stage had already, and computed for the next stage's hidden states.
     """
 
     request_id: str

@@ -22,14 +22,13 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of the scheduler's process: `None` leaves a choice to it.
-
-    pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the free memory.
-    swap_bytes: memory for preempted sequences; None: the engine's default. trace: a file for a Chrome trace of all
-    steps. hung_after_s: seconds that any step may take before its process is ended; a long one has more
-    (worker.patience). device: a name for `DeviceName.parse`; on all but `cpu` the scheduler computes, and has no
-    worker. store_rate: for copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants: requests
-    name tenants; without them there is one, whose daemon session is opened at once.
+    """The options of the scheduler process; None leaves a choice to it. pool_bytes: the memory of the K/V pool; None:
+    enough for `max_sequences` sequences of the whole context, but at most half of the free memory. swap_bytes: the host
+    memory for preempted sequences; None: the engine's default. trace: a file for a Chrome trace of all steps.
+    hung_after_s: the seconds that any step may take before its process is ended; long steps get more (worker.patience).
+    device: a name for `DeviceName.parse`; on all devices but `cpu` the scheduler process computes itself, without a
+    worker. store_rate: the limit on copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants:
+    requests name tenants; without it there is one tenant, whose session with the daemon is opened at once.
     """
 
     model: str

@@ -40,7 +40,7 @@ class Answers:
 
     def __init__(self, service: Service, asks: Sequence[Ask], receive: Receive) -> None:
         """Send `asks` to the engine. Raises ApiError 503 while it is not ready. `receive` is ASGI's function, which
-        tells when the client has left.
+        reports that the client has left.
         """
         self._service = service
         self._events = service.engine.submit(asks)
@@ -123,8 +123,8 @@ class Answers:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an HTTP response with `value` as JSON in ASCII, which can also hold half of a surrogate pair from the
-    request.
+    """Return an HTTP response with `value` as JSON, written in ASCII. So it can also contain half of a surrogate pair,
+    which a request may have sent.
     """
     return Response(json.dumps(value), status, headers, "application/json")
 
@@ -155,8 +155,8 @@ async def stream_response(renderer: Renderer, answers: Answers, *, include_usage
 
 
 class ServerSentEvents(StreamingResponse):
-    """A streaming HTTP response of `events`. When it ends or is interrupted it closes `steps`, which cancels the
-    request in the engine.
+    """A streaming HTTP response that sends the texts `events`. When it ends or is interrupted, it closes `steps`, the
+    generator of the engine's events behind them, which cancels the request in the engine.
     """
 
     def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[bytes]) -> None:

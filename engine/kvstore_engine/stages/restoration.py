@@ -127,7 +127,7 @@ class StageSide(RestoreProgress):
         self.pointers.lose_all()
 
     def lose_inputs(self) -> None:
-        """Note that none of the requested hidden states will come any more."""
+        """Note that the hidden states that this stage has requested will not arrive any more."""
         assert self.stages is not None
         for chunk in range(self.inputs_end):
             self.stages.lose_input(self.number, chunk)

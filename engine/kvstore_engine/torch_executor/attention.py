@@ -160,8 +160,8 @@ def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> Cache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch over `cache`, slow and exact, with which the CUDA kernels are compared. It computes in
-    float32; padding rows give zeros.
+    """Attention in plain torch over `cache`, with which tests compare the CUDA kernels. It is slow, computes in
+    float32, and gives zeros for padding rows.
     """
 
     def __init__(self, cache: Cache) -> None:

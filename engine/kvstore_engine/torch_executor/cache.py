@@ -154,11 +154,13 @@ class Cache:
         }
 
     def rows(self, layer: int) -> tuple[StoredRows, StoredRows]:
-        """Return the stored K and the stored V of `layer`."""
+        """Return two objects that read and write the stored K and the stored V of `layer`."""
         return self._rows[2 * layer], self._rows[2 * layer + 1]
 
     def turns(self, layer: int) -> Any:
-        """Return the cosines and sines by which `layer` rotates heads, float32 [positions, pairs, 2]."""
+        """Return the table of the rotary embedding of `layer`: the cosine and the sine for each position and pair of
+        channels, float32 [positions, pairs, 2].
+        """
         return self._turns[self.ropes[layer]]
 
     def _stored(self, plane: Any) -> StoredRows:

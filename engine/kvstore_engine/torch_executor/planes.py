@@ -57,7 +57,7 @@ class BlockMoves(ABC):
 
 
 class TorchMoves(BlockMoves):
-    """Copies of blocks by torch's own operations, plane by plane, on any device."""
+    """A copier of pool blocks by torch's own operations, plane by plane, on any device."""
 
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
         return self._tensor[planes].index_select(1, self._ids(block_ids))
@@ -75,8 +75,8 @@ class TorchMoves(BlockMoves):
 
 
 class KernelMoves(BlockMoves):
-    """Copies of blocks by the engine's CUDA kernel, all planes in one launch. `stream()` returns the address of the
-    current stream. Raises ValueError if a block's bytes are no multiple of 16.
+    """A copier of pool blocks by the engine's CUDA kernel, all planes in one launch. `stream()` returns the address of
+    the current stream. Raises ValueError if a block's bytes are no multiple of 16.
     """
 
     def __init__(self, tensor: Any, launcher: Launcher, stream: Callable[[], int] = lambda: STREAM_OF_DEFAULT) -> None:

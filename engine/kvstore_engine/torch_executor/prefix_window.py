@@ -48,8 +48,9 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """Return a chooser if the variable KVENGINE_L2_PREFIX sets bytes of the cache aside and the device can do that;
-        otherwise None. Raises UsageError for a wrong size.
+        """Return a chooser of the memory that `device` keeps in its L2 cache. Return None unless the environment
+        variable KVENGINE_L2_PREFIX reserves bytes of the cache for this and the device can do it. `block_bytes` are the
+        bytes of a K block. Raises UsageError for a wrong size in the variable.
         """
         text = os.environ.get(VARIABLE, "")
         try:

@@ -23,7 +23,7 @@ class SharedMemory:
         self._touched = touched
 
     def allocate(self, size_bytes: int) -> mmap.mmap:
-        """Make the memory, `size_bytes` of zeros, and return its mapping."""
+        """Allocate the shared memory, `size_bytes` bytes of zeros, and return its mapping in this process."""
         os.ftruncate(self.descriptor, size_bytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = attach(self.descriptor, size_bytes)

@@ -98,8 +98,9 @@ class Pending:
         return len(failed)
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return True if a worker that was ready at `ready_s` has not ended a transfer within the transfer's patience.
-        Times are monotonic seconds.
+        """Return True if a transfer was not ended in the time that it has, its `patience_s`, counted from its start or
+        from `ready_s`, when the worker became ready, whichever is later. `now_s` is the present time; both are
+        monotonic seconds.
         """
         with self._lock:
             sent = [each for each in self._transfers.values() if each.is_sent]
@@ -293,8 +294,8 @@ class GpuWorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return True if the worker, which became ready at `ready_s`, has not ended a transfer, or not read its socket,
-        for too long. Times are monotonic seconds.
+        """Return True if the worker has taken too long to end a transfer, to give up host memory or to read its socket.
+        `ready_s` is the time at which the worker became ready, `now_s` the present time; both are monotonic seconds.
         """
         patience_s = self._settings.patience_s
         with self._lock:

@@ -54,8 +54,8 @@ class Regions:
             self._usable = [each for each in self._usable if each.number != number]
 
     def registered(self, number: int, is_writable: bool) -> None:
-        """Note that the worker has registered region `number`. Unless `is_writable`, the device may only read
-        from it.
+        """Note that the worker has registered the region `number` of host memory with the device. Unless `is_writable`,
+        the device may only read from it.
         """
         with self._lock:
             if number in self._known:

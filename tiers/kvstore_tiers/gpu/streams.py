@@ -50,8 +50,8 @@ class Events:
         return self._streams[-1]
 
     def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
-        """Call `work`, which queues operations on `stream`. `settled` is called once when they have ended, with None or
-        the driver's error.
+        """Call `work`, which queues operations on `stream`. When the operations have ended, `settled` is called once,
+        with None or the driver's error.
         """
         try:
             work()

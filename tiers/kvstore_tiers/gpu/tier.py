@@ -68,8 +68,8 @@ class GpuTier(ContainerTier):
     """A tier that keeps blocks in `capacity_bytes` bytes of the memory of CUDA device `device`, in chunks of
     `chunk_bytes` bytes, a multiple of 2 MiB. A worker process does the copies; the constructor waits until it is ready.
     `bounce_bytes` of host memory serve copies that cannot be made directly. Chunk numbers begin at `first_number`. With
-    a `witness`, the blocks stay on the device after `close`. Raises OSError with the reason if the worker does not
-    start.
+    a `witness`, a listener that records the chunks for a later process, the blocks stay on the device after `close`.
+    Raises OSError with the reason if the worker does not start.
     """
 
     def __init__(

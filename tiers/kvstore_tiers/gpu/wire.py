@@ -83,8 +83,9 @@ class ChunkMove(NamedTuple):
 
 
 class FileLoad(NamedTuple):
-    """A slot image to read from a file at `offset`: its header page goes to a region (host memory), its payload to a
-    chunk (device memory). Unless `is_direct`, the payload passes through the region, behind the header page.
+    """An order to read a slot image from a file at `offset`: its header page goes to a region (host memory), its
+    payload to a chunk (device memory). Unless `is_direct`, the payload passes through the region, behind the header
+    page.
     """
 
     offset: int

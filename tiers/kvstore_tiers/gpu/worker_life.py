@@ -65,8 +65,8 @@ class Correspondent(Protocol):
     """
 
     def connect(self, sock: socket.socket, process: int) -> None:
-        """Send a new GPU worker, process number `process` at the other end of `sock`, the memory that it must map
-        before it can copy.
+        """Send packets to a new GPU worker from now on, first about the memory that it must map. Its process number is
+        `process`, and `sock` is the socket to it.
         """
         ...
 

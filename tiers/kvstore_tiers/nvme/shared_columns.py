@@ -23,7 +23,9 @@ _NOTHING = np.empty(0)
 
 
 class SharedColumns(NamedTuple):
-    """The verdicts on one slab's records as arrays in memory that two processes share, with one entry for each slot."""
+    """The verdicts on the records of one slab, as arrays with an entry for each slot, in memory that two processes
+    share.
+    """
 
     superblock: Array  # its bytes
     live: LiveBlocks
@@ -33,7 +35,9 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """Return the arrays for a slab with `slots` slots as views of `memory`. They are writable if `memory` is."""
+        """Return the arrays of verdicts on a slab with `slots` slots as views of `memory`. They are writable if
+        `memory` is.
+        """
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -56,7 +60,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """Return how many bytes of memory the arrays for a slab with `slots` slots take."""
+        """Return how many bytes of memory the arrays of verdicts on a slab with `slots` slots take."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:

@@ -166,7 +166,7 @@ _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this p
 
 
 class SlotPlace(NamedTuple):
-    """An allocated slot with its slab and its number in that slab."""
+    """An allocated slot, with the slab that contains it and its number in that slab."""
 
     slab: Slab
     slot_index: int

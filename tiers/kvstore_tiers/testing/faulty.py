@@ -40,9 +40,9 @@ class Fault:
     counted from 1. With `until` 0 it never ends.
 
     `fail`: the operation ends as FAILED with `errno`, and the inner tier does nothing. `delay`: its end is reported
-    `delay_s` seconds later. `corrupt`: it ends as CORRUPT, whatever the inner tier says. `hang`: it ends at `let_go`,
-    as FAILED, or at `close`, as CANCELLED. `refuse`: `allocate` finds no room. The operation "write" includes `move_in`
-    and `loader`, "read" includes `move_out` and `lend`.
+    `delay_s` seconds later. `corrupt`: it ends as CORRUPT, also if the inner tier succeeds. `hang`: it ends at
+    `let_go`, as FAILED, or at `close`, as CANCELLED. `refuse`: `allocate` finds no room. The operation "write" includes
+    `move_in` and `loader`, "read" includes `move_out` and `lend`.
     """
 
     operation: Operation

@@ -27,7 +27,7 @@ _REFUSED: Final = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied"
 
 
 class Bucket(Objects):
-    """The objects in a bucket of an object store (such as S3), read and written by the library obstore."""
+    """A bucket of an object store (such as S3), whose objects it reads and writes by the library obstore."""
 
     def __init__(
         self, url: str, options: Mapping[str, str], credentials: Mapping[str, str], *, timeout_s: float

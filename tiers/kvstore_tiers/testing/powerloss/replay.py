@@ -203,7 +203,7 @@ def judge_state(state: CrashState, promises: Promises, judge: Judge, scratch: Pa
     put_tree(state.tree, scratch)
     try:
         verdict = judge(scratch, promises)
-    except Exception as error:  # whatever recovery raises, it did not recover
+    except Exception as error:  # an error of any kind means that it did not recover
         verdict = Verdict(broken=[f"recovery ended with {type(error).__name__}: {error}"])
         verdict.lost = sorted(promises.durable, key=str)
     return {
