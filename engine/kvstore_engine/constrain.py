@@ -42,7 +42,7 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class GrammarError(UsageError):
-    """An error: a grammar cannot be used, or the library llguidance is missing. The message says which."""
+    """An error: a grammar cannot be used, or the library llguidance is missing. The message says which of the two."""
 
 
 class ConstraintFailed(RuntimeError):
@@ -72,8 +72,8 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 class Constrainer:
-    """A maker of constraints (rules that an answer must follow) for one model with `tokenizer`, whose logits have
-    `rows` entries.
+    """A maker of constraints (rules that an answer must follow) for one model. `tokenizer` is the model's, and `rows`
+    is the number of entries of its logits.
     """
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
@@ -118,8 +118,8 @@ class Constrainer:
 
 
 def special_token(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of the special token that is written `text`; None if the vocabulary has none. In a grammar it is
-    written `<[id]>`.
+    """Return the id of the special token whose name is `text`; None if the vocabulary has no such token. In a grammar
+    it is written `<[id]>`.
     """
     tokens = tokenizer.vocabulary.tokens
     found = [token for token, written in enumerate(tokens) if written == text]

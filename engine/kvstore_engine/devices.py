@@ -25,8 +25,8 @@ KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device that computes a model. `torch_name` is torch's name of it, "" if ggml computes on the
-    processor.
+    """The name of a device that computes a model. `torch_name` is the name that torch uses, or "" if ggml computes on
+    the processor.
     """
 
     name: str
@@ -54,7 +54,7 @@ class DeviceName:
 
     @property
     def index(self) -> int:
-        """The number of the CUDA device, counted as this process sees them."""
+        """The number of the CUDA device, counted from 0 over the devices that this process can use."""
         return int(self.name.partition(":")[2])
 
     def check_kv_dtype(self, kv_dtype: str) -> None:

@@ -2,10 +2,12 @@
 
 
 class UsageError(ValueError):
-    """An error: the caller asked for something impossible. The message says what is wrong and what to do. The command
-    exits with 2.
+    """An error: the caller asked for something impossible. The message says what is wrong and what to do. A command
+    that ends with it has the exit code 2.
     """
 
 
 class OperationError(RuntimeError):
-    """An error: the environment failed, for example a network, a download or a full disk. The command exits with 1."""
+    """An error: the environment failed, for example a network, a download or a full disk. A command that ends with it
+    has the exit code 1.
+    """

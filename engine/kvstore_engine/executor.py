@@ -50,8 +50,8 @@ class _ReadyGraph:
 
 
 class Executor(StepExecutor):
-    """An executor that computes forward steps of `model` with ggml over the K/V in `pool`. `layers` limits it to a
-    range of the model's layers.
+    """An executor that computes forward steps of `model` with ggml over the K/V in `pool`. With `layers` it computes
+    only this range of the model's layers.
     """
 
     def __init__(
@@ -119,8 +119,9 @@ class Executor(StepExecutor):
     def forward(
         self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
     ) -> FloatArray:
-        """Compute a step of `slices` as `StepExecutor.forward` does. If the layers do not begin with the first,
-        `hidden`, float32 [tokens, width], is their input; if they do not end with the last, hidden states are returned.
+        """Compute a step of `slices` as `StepExecutor.forward` does and return the logits. An executor whose layers do
+        not begin with the first takes hidden states as input, `hidden`, float32 [tokens, width]. One whose layers do
+        not end with the last returns hidden states.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
@@ -139,7 +140,7 @@ class Executor(StepExecutor):
         return rows
 
     def close(self) -> None:
-        """Free the graphs and the compute memory. Model and pool stay open."""
+        """Free the graphs and the compute memory. The model and the pool stay open."""
         if self._backend:
             self._drop_graphs()
             self._ggml.gallocr_free(self._allocator)

@@ -13,12 +13,12 @@ Bools = npt.NDArray[np.bool_]
 
 
 class PoolExhausted(RuntimeError):
-    """An error: more places were asked for than are free."""
+    """An error: more places (blocks of a pool) were asked for than are free."""
 
 
 class FreeList:
-    """A list of which of `size` equal places are free; all are at first. It keeps runs of neighbouring places
-    together.
+    """A record of which of `size` numbered places (such as the blocks of a pool) are free; at first all are. It tries
+    to give neighbouring places out together.
     """
 
     def __init__(self, size: int) -> None:
@@ -27,9 +27,9 @@ class FreeList:
         self.flags: Bools = np.ones(size, np.bool_)  # True for each free place; not to be changed by others
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free places and return their numbers: those right behind `after` if they are free, otherwise the
-        smallest run of neighbours that holds them all (for a sequence that grows, given by `after`, the middle of the
-        largest run), otherwise the largest runs. Raises PoolExhausted with nothing taken.
+        """Take `count` free places and return their numbers. It prefers the places right behind place `after`, if they
+        are free; then the smallest free range that has room for all of them (with `after`, the middle of the largest
+        range, so that the sequence can grow); then the largest ranges. Raises PoolExhausted with nothing taken.
         """
         if count <= 0:
             return []
@@ -51,7 +51,9 @@ class FreeList:
         return self.take([int(place) for place in np.concatenate(runs)[:count]])
 
     def take(self, places: Sequence[int]) -> list[int]:
-        """Take exactly these free `places`, and return them. Raises RuntimeError if one is not free."""
+        """Take exactly the free places with the numbers `places`, and return these numbers. Raises RuntimeError if one
+        is not free.
+        """
         taken = list(places)
         if not self.flags[taken].all():
             raise RuntimeError(f"take: a place of {taken} is not free")
@@ -60,7 +62,9 @@ class FreeList:
         return taken
 
     def free(self, places: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Make `places` free again. Raises RuntimeError if one is out of range, free already or named twice."""
+        """Make the places with the numbers `places` free again. Raises RuntimeError if one is out of range, free
+        already or named twice.
+        """
         if not len(places):
             return
         ids = np.asarray(places, np.int64)
@@ -73,6 +77,6 @@ class FreeList:
 
 
 def free_runs(free: Bools) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the starts and the lengths of the runs of True in the boolean array `free`."""
+    """Return the starts and the lengths of the ranges of True in the boolean array `free`."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
     return edges[::2], edges[1::2] - edges[::2]

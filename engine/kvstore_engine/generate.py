@@ -45,8 +45,8 @@ _WARM_UP_TOKENS = 64
 
 class Generator:
     """A loaded model that answers one prompt after another. `context` is the most tokens of a prompt and its answer.
-    `session` is a session with the daemon, or None; `copies` moves its blocks. `stages` replaces both if the model is
-    computed in stages. `observer` is told of the engine's events.
+    `session` is a session with the daemon, or None; `copies` moves its blocks. `stages` replaces both if a pipeline
+    computes the model in stages. `observer` gets the engine's events.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Generator:
         )
 
     def warm_up(self) -> None:
-        """Compute a few tokens, so that the first prompt does not pay for set-up. The measured times seed the
-        predictions of costs.
+        """Compute a few tokens, so that the first prompt does not wait for set-up. The measured times are used to
+        predict the costs of computing.
         """
         self.tokenizer.encode("warm up", add_special=False)
         if self._session is not None:
@@ -118,9 +118,9 @@ class Generator:
         on_text: OnText | None = None,
         next_turn_in_s: float | None = None,
     ) -> Generation:
-        """Answer `prompt` and return the answer with its figures. `on_text` gets the text as it is generated.
-        `next_turn_in_s` tells the daemon that the conversation goes on in about this many seconds. Raises UsageError if
-        the prompt is empty or too long, OperationError if the model fails.
+        """Answer `prompt` and return the answer with its figures. `on_text` gets the text as it is generated. With
+        `next_turn_in_s` the daemon gets the hint that the conversation goes on in about this many seconds. Raises
+        UsageError if the prompt is empty or too long, OperationError if the model fails.
         """
         begin_s = time.perf_counter()
         if settings.n != 1:
@@ -154,7 +154,7 @@ class Generator:
         return self._generation(answer, finished, store, tokenize_s, time.perf_counter() - ended_s)
 
     def close(self) -> None:
-        """Stop the engine's threads. Pool, executor and session stay open."""
+        """Stop the engine's threads. The pool, the executor and the session stay open."""
         self._engine.close()
 
     def _wake(self) -> None:

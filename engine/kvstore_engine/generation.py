@@ -10,7 +10,9 @@ from kvstore_engine.restore.record import RestorationRecord, RestoreReport, Stor
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to be continued. `rendered` says that a chat template made it, with its special tokens."""
+    """A text that the model continues. `rendered` says that a chat template made the text, so that names of special
+    tokens in it are these tokens.
+    """
 
     text: str
     rendered: bool = False
@@ -18,12 +20,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall times in seconds. `ttft_s`: the seconds from receiving the prompt's text, with the model loaded, to
-    returning the first token.
-
-    It contains `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from the first token to the last,
-    `tpot_s` its part for each further token (0 if there was none). `store_s` ran beside the decode, except for
-    `flush_s` after it.
+    """The times of one answer, in seconds. `ttft_s` is the time from receiving the prompt's text to returning the first
+    token, with the model loaded. It includes `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from
+    the first token to the last, `tpot_s` its part for each further token (0 if there was none). Storing took `store_s`,
+    beside the decode, except for `flush_s` after it.
     """
 
     tokenize_s: float
@@ -39,8 +39,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer with its figures. `tokens` are the generated ids without the one that ended it, `stop` the reason of
-    the end, `restorations` the records of restoring the prompt.
+    """One answer with its figures. `tokens` are the generated ids without the token that ended it, `stop` is the reason
+    of its end, `restorations` are the records of restoring the prompt.
     """
 
     text: str

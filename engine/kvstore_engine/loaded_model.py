@@ -63,7 +63,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An opened model as a command needs it: its name, the generator of answers, and the source of its chat
+    """An open model as a command needs it: its name, the generator of answers, and the source text of its chat
     template.
     """
 
@@ -72,14 +72,16 @@ class LoadedModel:
     template_source: GGUFFile
 
     def chat_template(self) -> ChatTemplate:
-        """Return the model's chat template. Raises TemplateError if it has none."""
+        """Return the model's chat template as an object that makes prompts. Raises TemplateError if the model has
+        none.
+        """
         return ChatTemplate.from_metadata(self.template_source.metadata, self.generator.tokenizer.vocabulary)
 
 
 @contextlib.contextmanager
 def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
-    """Return a context manager that loads the model file `path` and gives it. Raises GGUFError, UnsupportedModel,
-    TokenizerError, GGMLError or UsageError with one line.
+    """Load the model file `path` and keep it open for the time of a `with` block. Raises GGUFError, UnsupportedModel,
+    TokenizerError, GGMLError or UsageError with a message of one line.
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
     from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
@@ -237,7 +239,8 @@ def fingerprint_of(
     device: "DeviceName | None" = None,
 ) -> "Fingerprint":
     """Return the fingerprint under which blocks of `pool` are stored for the model in `file`, whose weights have the
-    digest `digest`. The computing `device` is part of it (None: ggml), because results differ by it.
+    digest `digest`. The `device` that computes (None: ggml) is a part of the fingerprint, because results differ
+    between devices.
     """
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
@@ -265,8 +268,8 @@ def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
 
 
 def context_tokens(asked: int | None, most: int) -> int:
-    """Return the context in tokens: `asked`, or by default 4096 or `most` if that is less. Raises UsageError if `asked`
-    is below 2 or above `most`.
+    """Return the length of the context in tokens: `asked`, or by default 4096, or `most` if that is less. Raises
+    UsageError if `asked` is below 2 or above `most`.
     """
     if asked is None:
         return min(DEFAULT_CONTEXT_TOKENS, most)
@@ -278,7 +281,7 @@ def context_tokens(asked: int | None, most: int) -> int:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Raise UsageError if the tokenizer has more tokens than the embeddings have `rows`."""
+    """Raise UsageError if `tokenizer` has more tokens than the model's table of embeddings has `rows`."""
     count = len(tokenizer.vocabulary.tokens)
     if count > rows:
         raise UsageError(f"the file is damaged: {count} tokens but only {rows} rows of embeddings")

@@ -32,9 +32,9 @@ def open_executor(
     sizes: StepSizes,
     memory: Callable[[int], mmap.mmap] | None = None,
 ) -> Iterator[StepExecutor]:
-    """Return a context manager that gives an executor for the model in `file` on `device`, with a pool by `pool` and
-    limits by `sizes`; it closes `file`. `memory` makes the memory of a pool on `cpu`. Raises UnsupportedModel,
-    UsageError or OperationError with one line.
+    """Load the model in `file` on `device` and open an executor for it, with a K/V pool by `pool` and step limits by
+    `sizes`, for the time of a `with` block. `file` is closed at the end. `memory` allocates the memory of a pool on
+    `cpu`. Raises UnsupportedModel, UsageError or OperationError with a message of one line.
     """
     device.check_kv_dtype(pool.kv_dtype)
     if device.is_torch:
@@ -54,7 +54,7 @@ def open_executor(
 
 @contextlib.contextmanager
 def open_copies(executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
-    """Return a context manager that gives the copies between the daemon and the pool of `executor` on `device`.
+    """Open a maker of copies between the daemon and the pool of `executor` on `device`, for the time of a `with` block.
     `store_rate` limits copies out of a GPU's pool while it decodes.
     """
     if device.is_torch:
@@ -72,8 +72,8 @@ def open_copies(executor: StepExecutor | Pipeline, device: DeviceName, store_rat
 
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
-    """Return a context manager that gives `file`'s model as a pipeline of `stages` stages on the processor, with
-    `sizes.threads` threads each. Raises UsageError for more stages than layers."""
+    """Open the model of `file` as a pipeline of `stages` stages on the processor, with `sizes.threads` threads each,
+    for the time of a `with` block. Raises UsageError for more stages than layers."""
     from kvstore_engine.stages.pipeline import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):
@@ -87,8 +87,8 @@ def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) 
 def open_host_pool(
     file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
 ) -> Iterator[tuple[Model, BlockPool]]:
-    """Return a context manager that gives ggml's model of `file` and a K/V pool for it in host memory. `memory` makes
-    that memory.
+    """Load the model of `file` for ggml, and make a K/V pool for it in host memory, for the time of a `with` block.
+    `memory` allocates that memory.
     """
     from kvstore_engine.model.weights import load_model
     from kvstore_engine.pool import BlockPool

@@ -17,8 +17,8 @@ from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 
 
 class PoolPlanes(ABC):
-    """The memory of a K/V pool. `array` is uint8 [planes, blocks, block_bytes], a NumPy array or a tensor on a device;
-    each layer has a plane for K and one for V.
+    """The memory of a K/V pool. `array` is uint8 [planes, blocks, block_bytes], a NumPy array or a tensor on a device.
+    Each layer has two planes, one for K and one for V.
     """
 
     array: Any
@@ -29,22 +29,24 @@ class PoolPlanes(ABC):
 
     @abstractmethod
     def copy_blocks(self, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int) -> None:
-        """Copy storage blocks between `payloads` and the pool blocks in `tables`, in the direction `into_pool`, with
-        `threads` threads; see `Kernels.copy_blocks`.
+        """Copy storage blocks into the pool if `into_pool`, otherwise out of it, with `threads` threads. `payloads` is
+        the memory of each storage block and `tables` its pool blocks; see `Kernels.copy_blocks`.
         """
 
     @abstractmethod
     def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
-        """Write `parts`, uint8 [planes, n, block_bytes], to the pool blocks `block_ids`."""
+        """Write `parts`, uint8 [planes, n, block_bytes], to the pool blocks with the numbers `block_ids`."""
 
     @abstractmethod
     def move_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy block sources[i] over block targets[i] in every plane. No block may be both a source and a target."""
+        """Copy pool block sources[i] over pool block targets[i] in every plane. No block may be both a source and a
+        target.
+        """
 
 
 class HostPlanes(PoolPlanes):
-    """A pool's memory in this process, copied by the processor. All its pages are touched when it is made. `memory`
-    makes it, for example to share it with another process.
+    """The memory of a K/V pool in this process, copied by the processor. All its pages are in RAM from the start.
+    `memory` allocates it, for example to share it with another process.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class HostPlanes(PoolPlanes):
         return count * (-(-blocks * block_bytes // 64) * 64)
 
     def part(self, first: int, end: int) -> Self:
-        """Return an object over the planes from `first` to before `end`, in the same memory."""
+        """Return the memory of the planes from number `first` to before `end` as an object of its own; nothing is
+        copied.
+        """
         part = copy.copy(self)
         part.array = self.array[first:end]
         return part

@@ -36,9 +36,9 @@ BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class BlockPool:
-    """The K/V cache of one model: `blocks` blocks of `block_tokens` tokens for every layer. `planes` is uint8 [2 *
-    layers, blocks, block_bytes], K and then V of each layer. With `window_blocks`, layers with a sliding window have a
-    pool of their own, `window`.
+    """The memory for the K/V of one model: `blocks` blocks, each with `block_tokens` tokens of every layer. `planes` is
+    uint8 [2 * layers, blocks, block_bytes], K and then V of each layer. With `window_blocks`, layers with a sliding
+    window have a pool of their own, `window`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class BlockPool:
             pool._store = _planes_in(part, 2 * pool.layers, pool, kernels)
 
     def of_layers(self, layers: range) -> Self:
-        """Return a pool over the planes of only these consecutive `layers`, with the same memory and free list. Raises
-        ValueError for other layers, and for a pool on a device.
+        """Return a pool with only the planes of these consecutive `layers`. It shares the memory and the list of free
+        blocks. Raises ValueError for other layers, and for a pool on a device.
         """
         if self.window is not None:
             raise ValueError("a pool with windowed layers of their own is not divided further")
@@ -109,7 +109,9 @@ class BlockPool:
 
     @property
     def planes(self) -> Any:
-        """The K and V of each layer, uint8 [planes, blocks, block_bytes]: an ndarray, or a tensor of a device."""
+        """The memory of the pool, uint8 [planes, blocks, block_bytes], K and then V of each layer: an ndarray, or a
+        tensor on a device.
+        """
         return self._store.array
 
     @property
@@ -124,7 +126,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """The number of engine blocks that can still be allocated."""
+        """The number of pool blocks that can still be allocated."""
         return self._free.count
 
     @property
@@ -133,31 +135,35 @@ class BlockPool:
         return self._free.flags
 
     def payload_bytes(self, engine_blocks: int) -> int:
-        """Return the bytes of a storage block's payload (K and V of all layers) that spans `engine_blocks` pool
+        """Return the bytes of a storage block's payload (K and V of all layers) that consists of `engine_blocks` pool
         blocks.
         """
         return 2 * self.layers * engine_blocks * self.block_bytes
 
     def plane_addresses(self, layer: int) -> tuple[int, int]:
-        """Return the addresses of the K and the V plane of `layer`."""
+        """Return the addresses of the plane of K and of the plane of V of layer number `layer`."""
         return self._store.address(2 * layer), self._store.address(2 * layer + 1)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free blocks, if possible right behind block `after`, and return their numbers. Raises
+        """Take `count` free blocks, if possible right behind the block number `after`, and return their numbers. Raises
         PoolExhausted.
         """
         return self._free.allocate(count, after)
 
     def take(self, ids: Sequence[int]) -> list[int]:
-        """Take exactly the free blocks `ids`, and return them."""
+        """Take exactly the free blocks with the numbers `ids`, and return these numbers. Raises RuntimeError if one is
+        not free.
+        """
         return self._free.take(ids)
 
     def free(self, ids: BlockIds) -> None:
-        """Free the blocks `ids`. Raises RuntimeError if one is out of range, free already or named twice."""
+        """Free the blocks with the numbers `ids`. Raises RuntimeError if one is out of range, free already or named
+        twice.
+        """
         self._free.free(ids)
 
     def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
-        """Copy the pool blocks `block_ids`, in token order, as one storage block's payload to `dest`, uint8."""
+        """Copy the pool blocks `block_ids`, in token order, to `dest`, uint8, as the payload of one storage block."""
         self._copy([dest], [block_ids], into_pool=False, threads=1)
 
     def scatter_block(self, source: Bytes, block_ids: BlockIds) -> None:
@@ -165,13 +171,15 @@ class BlockPool:
         self._copy([source], [block_ids], into_pool=True, threads=1)
 
     def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds], *, threads: int = 2) -> None:
-        """Copy many storage blocks' payloads to the pool at once: sources[i] to the pool blocks tables[i]. It uses
-        `threads` threads.
+        """Copy the payloads of several storage blocks into the pool: sources[i] goes to the pool blocks tables[i].
+        `threads` threads do it.
         """
         self._copy(sources, tables, into_pool=True, threads=threads)
 
     def scatter_part(self, source: Bytes, skip: int, block_ids: BlockIds) -> None:
-        """Copy a part of the payload `source` to the pool blocks `block_ids`: as many blocks, from number `skip` on."""
+        """Copy a part of the payload `source` of one storage block to the pool blocks `block_ids`: as many pool blocks
+        as these, from number `skip` of the payload on.
+        """
         count = source.size // self.payload_bytes(1)
         if source.size != self.payload_bytes(count) or not 0 <= skip <= count - len(block_ids):
             raise ValueError(f"{len(block_ids)} blocks from {skip} on are not in a payload of {source.size} bytes")
@@ -182,8 +190,8 @@ class BlockPool:
         self._store.write_part(parts[:, skip : skip + len(block_ids)], np.asarray(block_ids, np.int32))
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Copy block sources[i] over block targets[i] within the pool. Raises ValueError if a block is in both lists or
-        out of range.
+        """Copy pool block sources[i] over pool block targets[i]. Raises ValueError if a block is in both lists or out
+        of range.
         """
         ids = np.array([sources, targets], np.int64)  # ValueError if they differ in length
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
@@ -214,9 +222,9 @@ def _planes_in(memory: memoryview, planes: int, pool: BlockPool, kernels: Kernel
 
 
 def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, sequences: int, step_tokens: int) -> int:
-    """Return how many blocks the pool of layers with a sliding window needs beside `blocks` for the others: enough for
-    `sequences` sequences and a step of `step_tokens` tokens, plus a quarter of `blocks`. Return 0 if the model has no
-    such layers.
+    """Return how many blocks the pool of layers with a sliding window needs when the pool of the other layers has
+    `blocks` blocks: enough for `sequences` sequences and a step of `step_tokens` tokens, plus a quarter of `blocks`.
+    Return 0 if the model has no such layers.
     """
     if not config.windowed_layers:
         return 0

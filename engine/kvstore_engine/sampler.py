@@ -22,8 +22,8 @@ _BINS_A_UNIT, _BINS = 8, 1024  # of logits, by their distance from the largest i
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """The settings by which a token is drawn. `temperature` 0 always takes the likeliest token; `top_k` 0 and `top_p` 1
-    exclude none; `seed` None draws differently each time.
+    """The settings by which the next token of an answer is drawn. With `temperature` 0 it is always the likeliest one;
+    `top_k` 0 and `top_p` 1 exclude no token; with `seed` None each answer is drawn differently.
     """
 
     temperature: float = 0.0
@@ -48,15 +48,15 @@ class SamplingSettings:
 
 
 class TokenSampler:
-    """A sampler of the tokens of one answer, with its settings and its stream of random numbers."""
+    """A chooser of the tokens of one answer, with settings and a stream of random numbers."""
 
     def __init__(self, settings: SamplingSettings) -> None:
         self.settings = settings
         self._random = Generator(PCG64(settings.seed))
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """Return the id of the token drawn from `logits`, float32 [vocabulary]. Raises RuntimeError if the largest is
-        not finite.
+        """Return the id of a token drawn by the settings from `logits`, float32 [vocabulary]. Raises RuntimeError if
+        the largest logit is not finite.
         """
         best = int(logits.argmax())  # numpy's argmax stops at the first NaN, so a NaN anywhere ends up here
         if not math.isfinite(logits[best]):

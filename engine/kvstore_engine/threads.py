@@ -26,8 +26,8 @@ def default_threads() -> int:
 
 
 def physical_cores(cpus: set[int], topology: Path) -> int:
-    """Return how many physical cores the logical processors `cpus` belong to. `topology` is the kernel's folder that
-    says so.
+    """Return how many physical cores the logical processors with the numbers `cpus` belong to. `topology` is the
+    kernel's folder that describes the processors.
     """
     cores = set()
     for cpu in cpus:

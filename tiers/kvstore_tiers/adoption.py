@@ -53,9 +53,9 @@ Headers = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class HeaderScan:
-    """The result of reading the block headers of one arena. `headers[i]` is the header (184 bytes, dtype `HEADER`) of
-    the block in slot number `slots[i]`. `retired` maps the number of each slot whose block is gone to its generation.
-    `damaged` counts the headers that begin with the magic bytes and fail a check.
+    """The result of reading the block headers in one arena (shared memory cut into slots). `headers[i]` is the header
+    (184 bytes, dtype `HEADER`) of the block in slot number `slots[i]`. `retired` has, by slot number, the generation of
+    each slot whose block is gone. `damaged` is the number of headers that begin like a header but fail a check.
     """
 
     slots: npt.NDArray[np.int64]
@@ -65,9 +65,9 @@ class HeaderScan:
 
 
 def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation: int) -> HeaderScan:
-    """Read the headers of the first `slots` slots, of `slot_bytes` bytes each, of the arena memory at `address`. A
-    header is believed only if its checksum holds, its tenant is the 16-byte `owner`, its sizes fit the slot and its
-    generation is at most `max_generation`. Damaged headers raise nothing; they are counted in the result.
+    """Read the block headers of the first `slots` slots, of `slot_bytes` bytes each, of the arena memory at `address`.
+    A header is accepted only if its checksum is right, its tenant is the 16-byte `owner`, its sizes fit the slot and
+    its generation is at most `max_generation`. Damaged headers raise nothing; they are counted in the result.
     """
     if not slots:
         return HeaderScan(np.zeros(0, np.int64), np.zeros(0, HEADER), {}, 0)
@@ -117,9 +117,9 @@ def _checksum(page: npt.NDArray[np.uint8]) -> int:
 @dataclass(frozen=True, slots=True)
 class AdoptedArena:
     """The blocks that were found in an arena (shared memory cut into slots) of a process that has ended. The block with
-    the header `headers[i]` lies in `slots[i]`. The slots in `retired` have bytes of blocks that are gone. All these
-    slots are allocated; the caller frees each one that it does not need. `damaged_slots` counts slots with an invalid
-    header.
+    the header `headers[i]` is in `slots[i]`. The slots in `retired` have bytes of blocks that are gone. All these slots
+    are allocated; the caller frees each one that it does not need. `damaged_slots` is the number of slots with an
+    invalid header.
     """
 
     container: int
@@ -131,8 +131,8 @@ class AdoptedArena:
 
 def take_over(record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> tuple[Arena, AdoptedArena]:
     """Map the arena that `record` describes from its `descriptor`, and find its blocks. Return the arena and its
-    blocks. `witness` is told of later changes to the arena. Raises ForeignMemory if the descriptor is not this arena,
-    and OSError if it cannot be mapped; after an error the caller still has to close the descriptor.
+    blocks. `witness` is notified of later changes to the arena. Raises ForeignMemory if the descriptor is not of this
+    arena, and OSError if it cannot be mapped; after an error the caller still has to close the descriptor.
     """
     arena = Arena.adopt(record, descriptor, witness)
     handed_out = min(record.handed_out, arena.slots)

@@ -31,9 +31,9 @@ _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """The facts about an arena that its bytes do not tell, and that a later process needs to take it over. `owner` is
-    the tenant's digest in hex, `slot_bytes` the size of each slot, `handed_out` the number of slots that were ever in
-    use, `high_generation` the highest generation of any slot.
+    """The facts about an arena (shared memory cut into slots) that are not in its bytes, and that a later process needs
+    to take it over. `owner` is the tenant's digest in hex, `slot_bytes` the size of each slot, `handed_out` the number
+    of slots that were ever in use, `high_generation` the highest generation of any slot.
     """
 
     number: int
@@ -46,34 +46,34 @@ class ArenaRecord:
 
 
 class ArenaWitness(Protocol):
-    """A listener that is told of each arena's changes, so that a later process can take the arena over. Its methods
-    must be quick and must not raise.
+    """A listener that is notified of each change of an arena (shared memory cut into slots), so that a later process
+    can take the arena over. Its methods must be quick and must not raise.
     """
 
     def made(self, arena: Arena) -> None: ...
 
     def changed(self, arena: Arena) -> None:
-        """Note that `arena` was cut into slots, that one of its slots was used for the first time, or that a slot
+        """Note a change of `arena`: it was cut into slots, one of its slots was used for the first time, or a slot
         reached a higher generation than any slot before.
         """
         ...
 
     def given_up(self, number: int) -> None:
-        """Note that the tier no longer uses arena `number`. Its memory is then freed, or passes to a new arena bit by
-        bit.
+        """Note that the tier no longer uses the arena `number`. Its memory is then freed, or it passes step by step to
+        a new arena.
         """
         ...
 
     def released(self, number: int) -> None:
-        """Note that all memory of arena `number` was given back to the system. The call may come on the thread that
-        prefaults memory.
+        """Note that all memory of the arena `number` was given back to the system. The thread that prefaults memory may
+        make this call.
         """
         ...
 
 
 class ChunkWitness(ArenaWitness, Protocol):
-    """An arena witness that also hears of chunks (pieces of device memory). The tier describes each chunk by an arena
-    in DRAM, its shadow, which has the headers of the chunk's blocks.
+    """An arena witness that is also notified of chunks (pieces of device memory). The tier describes each chunk by an
+    arena in DRAM, its shadow, which has the headers of the chunk's blocks.
     """
 
     def has_memory(self, number: int, descriptor: int) -> None:
@@ -83,26 +83,26 @@ class ChunkWitness(ArenaWitness, Protocol):
         ...
 
     def worker_started(self, process: int) -> None:
-        """Note that the tier has started a process, of the process id `process`, that will write to arenas and chunks.
-        The call comes on a thread of the tier.
+        """Note that the tier has started a worker, with the process number `process`, that will write to arenas and
+        chunks. A thread of the tier makes this call.
         """
         ...
 
     def worker_ended(self, process: int) -> None:
-        """Note that the tier's process with the process id `process` has ended. The call comes on a thread of the
-        tier.
+        """Note that the tier's worker with the process number `process` has ended. A thread of the tier makes this
+        call.
         """
         ...
 
 
 def writable_owner(owner: str) -> str:
-    """Return the name of the owner of arenas that clients of the tenant `owner` may write to: `owner` with a suffix."""
+    """Return the owner's name for arenas that clients of the tenant `owner` may write to: `owner` with a suffix."""
     return owner + _WRITABLE
 
 
 class ArenaHome(NamedTuple):
-    """The place of an arena's memory. The memory is bound to the NUMA node `numa_node`, or to no node if that is -1.
-    `device` numbers the device that has the blocks; 0 means DRAM.
+    """The place of an arena's memory (an arena is shared memory cut into slots). The memory is bound to the NUMA node
+    `numa_node`, or to no node if that is -1. `device` is the identity of the device that has the blocks; 0 means DRAM.
     """
 
     numa_node: int = -1
@@ -110,7 +110,7 @@ class ArenaHome(NamedTuple):
 
 
 class Arena(ArenaMemory):
-    """A piece of shared memory of `nbytes`, cut into slots of one size, whose blocks all belong to `owner`.
+    """A piece of shared memory of `nbytes` bytes that is cut into slots of one size, all for blocks of `owner`.
     `slot_bytes` is 0 until `shape` sets the size of the slots. The other parameters are explained at `ArenaMemory`.
     """
 
@@ -145,10 +145,10 @@ class Arena(ArenaMemory):
 
     @classmethod
     def adopt(cls, record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> Arena:
-        """Return an arena over the memory that a process left behind when it ended, described by `record` and
-        `descriptor`. No slot is in use yet; call `occupy` next. The arena closes the descriptor later. Raises
-        ForeignMemory if the descriptor is not this arena, and OSError if it cannot be mapped; after an error the caller
-        still has to close the descriptor.
+        """Return an arena over the memory that a process left when it ended; `record` describes it and `descriptor`
+        refers to it. No slot is in use yet; the caller calls `occupy` next. The arena closes the descriptor later.
+        Raises ForeignMemory if the descriptor is not of this arena, and OSError if it cannot be mapped; after an error
+        the caller still has to close the descriptor.
         """
         require_arena(descriptor, record.number, record.nbytes)
         if not 0 <= record.slot_bytes <= record.nbytes:
@@ -166,9 +166,9 @@ class Arena(ArenaMemory):
         return arena
 
     def occupy(self, generations: Mapping[int, int], handed_out: int) -> None:
-        """Set which slots of an adopted arena are in use: `generations` maps the number of each used slot to its
-        generation. The other ones among the first `handed_out` slots become free, their headers are erased, and their
-        next generation is higher than any before.
+        """Set which slots of an adopted arena are in use: `generations` has the generation of each used slot by its
+        number. The other slots among the first `handed_out` become free. Their headers are erased, and their next
+        generation is higher than any before.
         """
         self.high_generation = max(self.high_generation, max(generations.values(), default=0))
         self._first_generation = self.high_generation + 1
@@ -201,8 +201,8 @@ class Arena(ArenaMemory):
         return bool(self._returned) or len(self._generations) < self.slots
 
     def shape(self, slot_bytes: int) -> None:
-        """Cut an arena without a used slot into slots of `slot_bytes` bytes. Generations continue above all earlier
-        ones.
+        """Cut an arena that has no used slot into slots of `slot_bytes` bytes. The generations of the new slots are
+        higher than all earlier ones.
         """
         assert self.used_slots == 0 and slot_bytes <= self.nbytes
         self._first_generation = max(self._generations, default=self._first_generation - 1) + 1
@@ -236,8 +236,9 @@ class Arena(ArenaMemory):
             self._reached(self._generations[index])
 
     def retire(self, slot: Slot) -> None:
-        """Mark the header of the block in `slot` as gone, while readers may still look at the payload. A process that
-        takes the arena over later does not keep this block. Raises RuntimeError if the slot is not allocated.
+        """Mark the block in `slot` as gone in its header. Readers that have a lease may still read the payload, but a
+        process that takes the arena over later does not keep this block. Raises RuntimeError if the slot is not
+        allocated.
         """
         self.require_out(slot)
         mark_retired(self.segment(slot))
@@ -262,8 +263,8 @@ class Arena(ArenaMemory):
         return self.owner.endswith(_WRITABLE)
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
-        """Remember that this process itself wrote `header` to `slot`, so that a header which a client wrote there is
-        not believed later. It does nothing for an arena that clients cannot write. Any thread may call it.
+        """Remember that this process itself wrote `header` to `slot`. A header that a client writes there later is then
+        not believed. Nothing happens in an arena that clients cannot write. Any thread may call it.
         """
         if self.is_writable:
             self._vouched[slot.offset] = header
@@ -284,8 +285,8 @@ class Arena(ArenaMemory):
 
     @property
     def is_whole(self) -> bool:
-        """True if this arena no longer takes memory from another arena, and all its slots were used once or all its
-        pages are prefaulted.
+        """True if this arena no longer takes over memory of another arena step by step, and all its slots were used
+        once or all its pages are prefaulted.
         """
         is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
         return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)

@@ -47,12 +47,14 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class ForeignMemory(ValueError):
-    """An error: a descriptor does not refer to the expected arena. The message names the difference."""
+    """An error: a descriptor does not refer to the expected arena (shared memory cut into slots). The message names the
+    difference.
+    """
 
 
 class Loan:
-    """A counter of the other processes (borrowers) that have one arena's memory mapped. It delays actions until none of
-    them has. Any thread may call it.
+    """A counter of the other processes (borrowers) that have the memory of one arena mapped. It can delay an action
+    until no borrower has it mapped. Any thread may call it.
     """
 
     def __init__(self) -> None:
@@ -61,15 +63,15 @@ class Loan:
         self._waiting: list[Callable[[], None]] = []
 
     def lend(self, borrowers: int) -> None:
-        """Count `borrowers` more processes that have the memory mapped. Each of them is ended by one call of
-        `returned`.
+        """Add `borrowers` processes that have the memory mapped to the count. Each of them later calls `returned`
+        once.
         """
         with self._changed:
             self._borrowers += borrowers
 
     def returned(self) -> None:
-        """Note that one borrower no longer has the memory mapped. If it was the last one, the actions given to `defers`
-        run in this call, and may take milliseconds.
+        """Note that one borrower no longer has the memory mapped. If it was the last one, this call runs the actions
+        that were given to `defers`, which may take milliseconds.
         """
         with self._changed:
             self._borrowers -= 1
@@ -81,8 +83,8 @@ class Loan:
             then()
 
     def defers(self, then: Callable[[], None]) -> bool:
-        """Return True if a borrower still has the memory mapped; `then` is called when the last one has returned it.
-        Otherwise return False, and `then` is never called.
+        """Return True if a borrower (another process) still has the memory mapped; `then` is called when the last one
+        has returned it. Otherwise return False, and `then` is never called.
         """
         with self._changed:
             if self._borrowers:
@@ -90,19 +92,18 @@ class Loan:
             return self._borrowers > 0
 
     def wait(self) -> None:
-        """Wait until no borrower has the memory mapped."""
+        """Wait until no borrower (another process) has the memory mapped."""
         with self._changed:
             self._changed.wait_for(lambda: not self._borrowers)
 
 
 class ArenaMemory:
-    """Shared memory (a memfd) of `nbytes`, mapped into this process, with the arena number `number`. `descriptor` is
-    the descriptor of existing memory; -1 makes new memory. New pages come from the NUMA node `numa_node`, or from any
-    node if that is -1. `released` is called with the number when the memory is given back to the system.
-
-    `donor` is unused memory that this one replaces step by step: before a range is used here, the range is freed in the
-    donor, so that the two together never hold more than `nbytes`. Raises OSError, with nothing left behind, if the
-    system refuses memory, a mapping or a descriptor.
+    """Shared memory (a memfd) of `nbytes` bytes, mapped into this process, for the arena with the number `number`.
+    `descriptor` refers to existing memory; with -1 new memory is made. New pages come from the NUMA node `numa_node`,
+    or from any node if that is -1. `released` is called with the number when the memory is given back to the system.
+    `donor` is unused memory that this memory replaces step by step: before a range is used here, the same range is
+    freed in the donor, so that the two together never take more than `nbytes` bytes. Raises OSError, with nothing left
+    behind, if the system refuses memory, a mapping or a descriptor.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class ArenaMemory:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def populate(self, budget_bytes: int) -> int:
-        """Make the system provide the next pages, at most `budget_bytes`, without changing a byte of them. Return the
-        number of bytes done in this call; 0 means that all pages are there. Only one thread at a time may call it.
+        """Let the system provide the next pages of this memory, at most `budget_bytes` bytes, without changing their
+        content. Return the number of bytes that this call provided; 0 means that all pages are there. Only one thread
+        at a time may call it.
         """
         nbytes = min(budget_bytes, self.nbytes - self.populated_bytes)
         if nbytes <= 0:
@@ -152,9 +154,8 @@ class ArenaMemory:
         return nbytes
 
     def release(self) -> None:
-        """Give the memory back to the system and close the descriptor. Clients may still map memory of the mode
-        `owned`; they then read zeros. If other processes borrow the memory, this happens when the last one returns it.
-        A second call does nothing.
+        """Give the memory back to the system and close the descriptor. A client that still maps it then reads zeros. If
+        other processes borrow the memory, this happens when the last one returns it. A second call does nothing.
         """
         with self._inheriting:
             if self._donor is not None:
@@ -173,8 +174,8 @@ class ArenaMemory:
             self.fd = -1
 
     def leave(self) -> None:
-        """Close this process's descriptor, and leave the memory to the other processes that have it. A second call does
-        nothing.
+        """Close this process's descriptor, and leave the memory to the other processes that have it open. A second call
+        does nothing.
         """
         with self._inheriting:
             donor, self._donor = self._donor, None
@@ -288,8 +289,8 @@ def require_arena(descriptor: int, number: int, nbytes: int) -> None:
 
 
 def empty_memory(descriptor: int) -> None:
-    """Give all memory of an unwanted arena back to the system, even while former clients map it. It does nothing if
-    `descriptor` is not an arena of this user.
+    """Give all memory of an unwanted arena (shared memory cut into slots) back to the system, even while former clients
+    map it. If `descriptor` is not of an arena of this user, nothing happens.
     """
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)

@@ -138,14 +138,14 @@ class TierInfo:
 
     @property
     def is_memory(self) -> bool:
-        """True if the tier is memory of this machine (DRAM or device memory), and not files or a remote store."""
+        """True if the tier is memory of this machine (DRAM or device memory), not files or a remote store."""
         return self.memory is not MemoryKind.FILE
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerReport:
-    """The figures of one container of a tier (an arena or a slab file), which is cut into slots of `slot_bytes` bytes.
-    While a slot is used, all slots belong to `owner`, which is "" in a tier that does not separate owners."""
+    """Figures about one container of a tier (an arena or a slab file), which is cut into slots of `slot_bytes` bytes.
+    While one of its slots is used, all slots belong to `owner`; it is "" in a tier that does not separate owners."""
 
     container: int
     owner: str
@@ -165,7 +165,7 @@ class TierState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """The figures of a tier at one moment; counts are since it was opened. `used_by` splits `used_bytes` by purpose,
+    """Figures about a tier at one moment. Counts are since it was opened. `used_by` splits `used_bytes` by purpose,
     such as "blocks", "free", "quarantine". `message` explains a `state` other than OK.
     """
 
@@ -185,8 +185,8 @@ class TierStatistics:
 
 
 def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
-    """Raise RuntimeError unless the `segments` together have the stored bytes that `header` names and fit `slot` after
-    a header page of 4096 bytes.
+    """Raise RuntimeError unless `segments` together have as many bytes as `header` says are stored, and these fit
+    `slot` behind a header page of 4096 bytes.
     """
     given_bytes = sum(segment.nbytes for segment in segments)
     if given_bytes != header.stored_bytes:
@@ -196,8 +196,8 @@ def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -
 
 
 class Tier(ABC):
-    """A place that stores blocks in slots: DRAM, device memory, files or a remote store. The module's text lists the
-    duties of the caller and of an implementation.
+    """A place that stores blocks in slots: DRAM, device memory, files or a remote store. The text of its module lists
+    the duties of callers and of implementations.
     """
 
     info: TierInfo
@@ -215,8 +215,8 @@ class Tier(ABC):
         """
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        """Return True if freeing one slot of the container with this number lets `allocate(nbytes, owner)` succeed.
-        Return False if the container has slots of another size or owner, so that all its slots must be freed first."""
+        """Return True if `allocate(nbytes, owner)` succeeds once one slot of the container number `container` is freed.
+        Return False if that container has slots of another size or owner, so that all its slots must be freed first."""
         return True
 
     def containers(self) -> list[ContainerReport]:
@@ -224,44 +224,45 @@ class Tier(ABC):
         return []
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        """Return the containers, now cut for another size or owner, that could serve `allocate(nbytes, owner)` once all
-        their slots are free."""
+        """Return reports of the containers that are cut for another size or owner now, and that could serve
+        `allocate(nbytes, owner)` once all their slots are free."""
         return []
 
     def set_aside(self, container: int) -> None:
-        """Allocate no slot of the container with this number until `put_back`: the caller is emptying it. Its slots can
-        still be freed.
+        """Allocate no more slots in the container number `container` until `put_back` is called, because the caller is
+        emptying it. Its slots can still be freed.
         """
         return
 
     def put_back(self, container: int) -> bool:
-        """Allow again what `set_aside` stopped for the container with this number. Return True if no slot of it is used
-        now, so that it can be cut for any size or owner.
+        """Allocate slots in the container number `container` again, after `set_aside`. Return True if no slot of it is
+        used now, so that it can be cut for any size or owner.
         """
         return False
 
     @abstractmethod
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
-        """Store `header` and the bytes of all `segments` in order (`header.stored_bytes` together) in the allocated
-        `slot`. `done` later gets an outcome with the header as stored: it has the slot's generation and the checksum,
-        which is computed if `header.checksum` is 0. A tier that verifies ends in CORRUPT if a given checksum is false.
-        Raises RuntimeError when the lengths disagree or the bytes do not fit."""
+        """Store `header` and the bytes of all `segments` in order (`header.stored_bytes` bytes together) in the
+        allocated `slot`. `done` later gets an outcome with the header as it was stored: with the slot's generation, and
+        with a checksum, which is computed if `header.checksum` is 0. A tier that verifies writes reports CORRUPT if a
+        given checksum is wrong. Raises RuntimeError if the lengths disagree or the bytes do not fit."""
 
     @abstractmethod
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        """Fill `segments` with the payload of the block in `slot`, whose key must be `expect_key`. Bytes beyond the
-        payload stay unchanged or become zero. DONE is reported only after magic, key, generation and checksums were
-        checked. After CORRUPT (the block is damaged) and UNREADABLE (it is not) the segments hold garbage. FAILED is
-        reported if the segments are too short."""
+        """Fill `segments` with the payload of the block in `slot`, whose key must be `expect_key`. Bytes of the
+        segments beyond the payload stay unchanged or become zero. `done` gets DONE only after magic, key, generation
+        and checksums were checked, and FAILED if the segments are too short. After CORRUPT (the block is damaged) and
+        UNREADABLE (this build lacks its codec) the segments contain garbage."""
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """Return the memory of `slot`, for another tier's `move_in` and `move_out`. Raises RuntimeError if the slot is
-        not allocated or the tier is not memory of this process."""
+        """Return the memory of `slot` in this process, for another tier's `move_in` and `move_out`. Raises RuntimeError
+        if the slot is not allocated or the tier is not memory of this process."""
         raise RuntimeError(f"the tier {self.info.name} is not in memory")
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        """Store a whole slot image (header page and payload) from `source`, another tier's memory, in `slot`, with the
-        generation of `slot`. `done` gets CORRUPT if `source` does not hold the block with the key `expect_key`."""
+        """Store a whole slot image (header page and payload) from `source`, which is memory of another tier, in `slot`,
+        with the generation of `slot`. `done` gets CORRUPT if `source` does not contain the block with the key
+        `expect_key`."""
         header = image_header(source, expect_key)
         if isinstance(header, str):
             done(Outcome(OutcomeKind.CORRUPT, message=header))
@@ -280,34 +281,34 @@ class Tier(ABC):
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """Let another tier read the image in `slot` from its file: `load`, made by the other tier's `loader`, is called
-        once as `load(image, ended)` and closes the descriptor in `image`. `done` gets the outcome, counted like a
-        `read`."""
+        """Let another tier read the image in `slot` from its file. `load`, which the other tier's `loader` returned, is
+        called once as `load(image, ended)` and closes the descriptor in `image`. `done` gets the outcome, which is
+        counted like a `read`."""
         raise RuntimeError(f"the tier {self.info.name} lends no files")
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
-        """Return a function for `lend`, which any thread may call: it reads the block `expect_key` from a file, stores
-        it in `slot` with the slot's generation, and closes the descriptor even after a failure. It reports CORRUPT if
-        the file does not hold the block whole, FAILED with an `errno` if the file cannot be read, and FAILED without
-        one for other causes."""
+        """Return a function that stores the block with the key `expect_key` in `slot`, reading it from a file of
+        another tier, which calls it in `lend`. Any thread may call the function. It writes the slot's generation, and
+        closes the descriptor even after a failure. It reports CORRUPT if the file does not contain the whole block,
+        FAILED with an `errno` if the file cannot be read, and FAILED without one for other causes."""
         raise RuntimeError(f"the tier {self.info.name} loads no files")
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        """Let transfers soon copy directly from and to other memory: `nbytes` bytes of the memfd `descriptor`, mapped
-        here at `address`. Return a number for `unshare`. The caller keeps the descriptor open until `unshare` has
-        ended. Any thread may call it."""
+        """Let transfers soon copy directly from and to memory of another tier: `nbytes` bytes of the memfd
+        `descriptor`, mapped here at `address`. Return a number for `unshare`. The caller keeps the descriptor open
+        until `unshare` has called `ended`. Any thread may call it."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
-        """End what `share` began for the memory with this `number`, in which no transfer may be under way. The call
-        returns at once. `ended` is called, perhaps on the caller's thread, when no process has the memory mapped for
-        this tier, so that it may be freed."""
+        """Stop using the memory that `share` returned this `number` for, in which no transfer may be under way. The
+        call returns at once. `ended` is called, perhaps on the caller's thread, when no process has the memory mapped
+        for this tier, so that it may be freed."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy the block with the key `expect_key` from the slot `source` of this tier to the slot `target`, verified
-        as in `read`. `source` stays unchanged. In a durable tier the caller calls `sync` before, so that the newer copy
-        can be told, and again before it frees `source`.
+        """Copy the block with the key `expect_key` from the slot `source` of this tier to its slot `target`, and verify
+        it as `read` does. `source` stays unchanged. In a durable tier the caller calls `sync` before, so that a later
+        start can see which copy is newer, and again before it frees `source`.
         """
         buffer = AlignedBuffer(source.nbytes)
 
@@ -320,8 +321,9 @@ class Tier(ABC):
         self.read(source, expect_key, [buffer.segment(buffer.nbytes)], store)
 
     def sync(self, done: Completion) -> None:
-        """Make every write begun and every slot freed before this call durable, then call `done`, after the completions
-        of those writes. Volatile tiers call `done` at once, from the caller's thread.
+        """Make every write that was begun, and every slot that was freed, before this call durable. `done` is called
+        afterwards, and after the completions of those writes. A volatile tier calls `done` at once, on the caller's
+        thread.
         """
         done(Outcome(OutcomeKind.DONE))
 
@@ -333,15 +335,16 @@ class Tier(ABC):
         return True
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        """Test if the medium can be trusted, without touching a block; `done` gets DONE, or FAILED with the reason.
-        With `thorough` the tier writes, syncs, reads and compares scratch bytes, and takes work again if it had stopped
-        itself. Otherwise it only checks that its directory or peer exists. Volatile tiers answer at once.
+        """Test whether the medium works, without touching a block; `done` gets DONE, or FAILED with the reason. With
+        `thorough` the tier writes, syncs, reads and compares scratch bytes; if it had stopped because of failures, a
+        success makes it work again. Otherwise it only checks that its directory or peer exists. A volatile tier answers
+        at once.
         """
         done(Outcome(OutcomeKind.DONE))
 
     def quarantine(self, slot: Slot, reason: str) -> None:
-        """Take `slot`, whose block is corrupt for `reason`, out of use and keep its bytes for inspection. If too many
-        slots are kept already, free it.
+        """Take `slot`, whose block is corrupt for `reason`, out of use, and keep its bytes so that an operator can
+        examine them. If too many slots are kept already, the slot is freed.
         """
         self.free(slot)
 
@@ -355,8 +358,8 @@ class Tier(ABC):
         """
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
-        """Return a header with what is still known of the block in a quarantined `slot`, without token ids; None if
-        nothing is known. It reads the medium and may wait.
+        """Return a header with the facts that are still known of the block in a quarantined `slot`, without token ids;
+        None if nothing is known. It reads the medium and may wait.
         """
         return None
 
@@ -371,25 +374,25 @@ class Tier(ABC):
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        """Write the record of the verified block in `slot` anew with the next `sync`, because the medium's present
-        record is damaged or names another copy. `header` is the block's header.
-        """
+        """Write a new record of the verified block in `slot` with the next `sync`, because the record on the medium is
+        damaged or names another copy. `header` is the block's header."""
         return
 
     def location(self, slot: Slot) -> str:
         """Return the place of the bytes of the allocated `slot` in words for an operator: FILE:OFFSET if the tier has
-        files. The slot need not be written yet.
+        files. The slot may not be written yet.
         """
         return f"{self.info.name}:{slot.container}+{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
-        """Yield the blocks that outlived the last process, each once, as an allocated slot and a header without token
-        ids. A durable tier allocates only from containers that were recovered. A volatile tier yields nothing.
+        """Yield the blocks that the tier has kept since the last process, each once, as an allocated slot and a header
+        without token ids. A durable tier allocates slots only in containers that were recovered. A volatile tier yields
+        nothing.
         """
         return iter(())
 
     def recover_columns(self) -> RecoveredBlocks:
-        """Return the blocks of `recover` as arrays, for a caller that takes over very many."""
+        """Return the blocks that `recover` would yield as arrays, which is quicker for millions of blocks."""
         return as_columns(self.recover())
 
     @abstractmethod

@@ -47,9 +47,9 @@ def send_packet(sock: socket.socket, packet: bytes, descriptors: Sequence[int] =
 
 
 def receive_packet(sock: socket.socket, nbytes: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """Receive one packet of at most `nbytes` bytes from the Unix socket `sock`. Return the bytes and at most four
-    descriptors that came with them, which children do not inherit. Empty bytes mean that the other end has closed.
-    `flags` are the flags of recvmsg. Raises OSError.
+    """Receive one packet of at most `nbytes` bytes from the Unix socket `sock`. Return the bytes, and at most four
+    descriptors that came with them; child processes do not inherit these. Empty bytes mean that the other process has
+    closed the socket. `flags` are the flags of recvmsg. Raises OSError.
     """
     found = array.array("i")
     room = socket.CMSG_SPACE(4 * found.itemsize)

@@ -16,8 +16,8 @@ from kvstore_tiers.base import ContainerReport, Slot, Tier
 
 
 class Container(Protocol):
-    """A piece of a tier's room (an arena or a slab file), cut into slots of `slot_bytes` bytes. `owner` is the tenant
-    of all its slots, or "" if clients never map them.
+    """A piece of a tier's room (an arena or a slab file) that is cut into slots of `slot_bytes` bytes. `owner` is the
+    tenant of all its slots, or "" in a tier that does not separate tenants.
     """
 
     number: int
@@ -38,9 +38,9 @@ Of = TypeVar("Of", bound=Container)
 
 
 class Containers(Generic[Of]):
-    """A list of a tier's containers (arenas or slab files) that hands out their slots within `capacity_bytes`.
-    `ceiling_bytes` is the part of the capacity that may be used for now. `charges` counts bytes outside the containers,
-    by label, against it. `empty` maps the numbers of containers without a used slot to them. It is for one thread.
+    """The list of a tier's containers (arenas or slab files), which hands out their slots within `capacity_bytes`
+    bytes. At most `ceiling_bytes` of the capacity may be used for now. `charges` has bytes outside the containers, by
+    label, that count against it too. `empty` has the containers without a used slot, by number. It is for one thread.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -64,7 +64,7 @@ class Containers(Generic[Of]):
         return self.by_number.get(number)
 
     def of(self, slot: Slot) -> Of:
-        """Return the container that `slot` lies in. Raises RuntimeError if its container is unknown."""
+        """Return the container (an arena or a slab file) that contains `slot`. Raises RuntimeError if it is unknown."""
         container = self.by_number.get(slot.container)
         if container is None:
             raise RuntimeError(f"{slot} is in no container")
@@ -92,7 +92,7 @@ class Containers(Generic[Of]):
             self._list_room(container)
 
     def remove(self, container: Of) -> None:
-        """Remove `container` from the list, so that none of its slots is handed out and its bytes count no more."""
+        """Remove `container` from the list. Its slots are not handed out any more, and its bytes count no more."""
         self.forget_room(container)
         del self.by_number[container.number]
         self.nbytes -= container.nbytes
@@ -105,8 +105,8 @@ class Containers(Generic[Of]):
             self.remove(container)
 
     def take(self, nbytes: int, owner: str, make: Callable[[], Of | None]) -> Slot | None:
-        """Return a free slot of `nbytes` bytes for `owner`. If no container has one, `make` is called and must return a
-        container cut to this size, or None. Return None if `make` does.
+        """Return a free slot of `nbytes` bytes for `owner`. If no container (arena or slab file) has one, `make` is
+        called to return a new container cut to this size, or None. Return None if there is no new container either.
         """
         candidates = self.with_room[owner, nbytes]
         if not candidates:
@@ -122,7 +122,7 @@ class Containers(Generic[Of]):
         return slot
 
     def give_back(self, slot: Slot) -> Of:
-        """Free `slot`, and return its container."""
+        """Free `slot`, and return the container (an arena or a slab file) that contains it."""
         container = self.of(slot)
         had_room = container.has_room
         container.free(slot)
@@ -135,8 +135,8 @@ class Containers(Generic[Of]):
         return container
 
     def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
-        """Return True if freeing a slot of container `number` lets a slot of `nbytes` for `owner` be taken: its size
-        and owner match and it is neither set aside nor barred.
+        """Return True if a slot of `nbytes` bytes for `owner` can be taken once a slot of container `number` is freed:
+        the container has this size and owner, and is neither set aside nor barred.
         """
         container, is_open = self.by_number[number], number not in self.aside and number not in self.barred
         return is_open and (container.owner, container.slot_bytes) == (owner, nbytes)
@@ -146,8 +146,8 @@ class Containers(Generic[Of]):
         return [ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots) for a in self]
 
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        """Return reports of the containers that have another size of slots or another owner, are large enough for
-        `nbytes`, and could be cut anew for `owner` once they are empty.
+        """Return reports of the containers (arenas or slab files) that now have another size of slots or another owner,
+        are large enough for `nbytes` bytes, and could be cut anew for `owner` once they are empty.
         """
         unfit = self.aside | self.barred
         return [
@@ -159,14 +159,16 @@ class Containers(Generic[Of]):
         ]
 
     def set_aside(self, number: int) -> None:
-        """Hand out no slot of container `number` until `put_back`, because the caller is emptying it."""
+        """Hand out no more slots of the container `number` until `put_back` is called, because the caller is emptying
+        it.
+        """
         self.aside.add(number)
         self.forget_room(self.by_number[number])
         self.empty.pop(number, None)
 
     def put_back(self, number: int) -> bool:
-        """Allow slots of container `number` to be handed out again after `set_aside`. Return True if none of its slots
-        is used now.
+        """Hand out slots of the container `number` again, after `set_aside`. Return True if none of its slots is used
+        now.
         """
         self.aside.discard(number)
         container = self.by_number.get(number)
@@ -180,7 +182,7 @@ class Containers(Generic[Of]):
         return container.used_slots == 0
 
     def bar(self, container: Of) -> None:
-        """Hand out no slot of `container` ever again. Its used slots can still be freed."""
+        """Hand out no slot of `container` any more. Its used slots can still be freed."""
         self.barred.add(container.number)
         self.forget_room(container)
         self.empty.pop(container.number, None)
@@ -198,7 +200,9 @@ class Containers(Generic[Of]):
 
 
 class ContainerTier(Tier):
-    """A tier that cuts its room into containers (arenas or slab files), listed in `_containers`."""
+    """A tier whose room is cut into containers (arenas or slab files). A subclass sets `_containers`, the list of
+    them.
+    """
 
     _containers: Containers[Any]
 
@@ -216,14 +220,14 @@ class ContainerTier(Tier):
         return self._containers.ceiling_bytes
 
     def set_ceiling(self, nbytes: int) -> None:
-        """Let the tier use at most `nbytes` from now on, or its capacity if that is less. Slots in use beyond it stay
-        until the caller frees them.
+        """Let the tier use at most `nbytes` bytes from now on, or its capacity if that is less. If more is used, the
+        slots in use stay until the caller frees them.
         """
         self._containers.ceiling_bytes = min(nbytes, self.capacity_bytes)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Set the capacity, and the ceiling with it, to `capacity_bytes`. Raises ValueError if more bytes are used now;
-        call `set_ceiling` and free slots first.
+        """Set the capacity and the ceiling (the part that may be used) to `capacity_bytes`. Raises ValueError if more
+        bytes are used now; the caller then calls `set_ceiling` and frees slots first.
         """
         if capacity_bytes < self.used_bytes:
             raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
@@ -246,8 +250,8 @@ class ContainerTier(Tier):
 
 
 class SingleSlots:
-    """Room of `capacity_bytes` for slots of any size, each of them a container by itself. Container numbers continue
-    after `last_number`. `len` gives the number of slots in use.
+    """An allocator of slots of any size, together at most `capacity_bytes` bytes. Each slot is a container by itself,
+    with a number above `last_number`. `len` gives the number of slots in use.
     """
 
     def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:

@@ -22,8 +22,8 @@ class TransferCounters:
         self._counts: Counter[str] = Counter()
 
     def watch(self) -> TransferCounters:
-        """Return a context manager, `with counters.watch() as count:`, that counts an exception inside it as an error
-        and lets it pass on.
+        """Return this object for a `with` block, `with counters.watch() as count:`. An exception in the block is
+        counted as an error and raised on.
         """
         return self
 
@@ -35,15 +35,15 @@ class TransferCounters:
             self.failed()
 
     def read(self, outcome: Outcome) -> Outcome:
-        """Count a read of a block by its `outcome`, and return the outcome unchanged."""
+        """Count one read of a block, which ended with `outcome`, and return the outcome unchanged."""
         return self._count(outcome, "reads", "bytes_read")
 
     def wrote(self, outcome: Outcome) -> Outcome:
-        """Count a write of a block by its `outcome`, and return the outcome unchanged."""
+        """Count one write of a block, which ended with `outcome`, and return the outcome unchanged."""
         return self._count(outcome, "writes", "bytes_written")
 
     def failed(self) -> None:
-        """Count one error that is no transfer's outcome."""
+        """Count one error that is not the outcome of a transfer."""
         with self._lock:
             self._counts["errors"] += 1
 
@@ -59,7 +59,7 @@ class TransferCounters:
         return outcome
 
     def report(self, space: TierStatistics) -> TierStatistics:
-        """Return the statistics `space`, which tell sizes and state, with these counts filled in."""
+        """Return `space`, a tier's statistics with sizes and state, with these counts filled in."""
         with self._lock:
             counts: dict[str, Any] = dict(self._counts)
         return replace(space, **counts)

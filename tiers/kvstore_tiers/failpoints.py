@@ -59,8 +59,9 @@ _counting = threading.Lock()
 
 
 def declare(name: str, description: str) -> None:
-    """Add the failpoint `name` of another package to the known names; `description` says what is happening at that
-    place. Raises ValueError if the name has another description already.
+    """Add the failpoint `name` (a place in the source at which tests can cause a failure) to the known names.
+    `description` says what the program does at that place. Raises ValueError if the name has another description
+    already.
     """
     if REGISTRY.setdefault(name, description) != description:
         raise ValueError(f"failpoint {name!r} is declared twice")
@@ -75,8 +76,8 @@ def hit(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm the failpoints that `specification` lists, such as "nvme.read=error:EIO@3;nvme.seal=kill". Raises ValueError
-    for an undeclared name or an unknown action.
+    """Arm the failpoints (places at which tests cause failures) that `specification` lists, such as
+    "nvme.read=error:EIO@3;nvme.seal=kill". Raises ValueError for an undeclared name or an unknown action.
     """
     armed = _parse(specification)
     unknown = sorted(set(armed) - set(REGISTRY))
@@ -86,17 +87,19 @@ def arm(specification: str) -> None:
 
 
 def are_armed() -> bool:
-    """Return True if any failpoint is armed, so that a place in the source may wait or fail."""
+    """Return True if any failpoint is armed, so that some place in the program may wait or fail on purpose."""
     return bool(_armed)
 
 
 def disarm() -> None:
-    """Disarm all failpoints, and forget how often they were hit."""
+    """Disarm all failpoints (places at which tests cause failures), and forget how often each was passed."""
     _armed.clear()
 
 
 def unknown_names() -> list[str]:
-    """Return the armed names that no module has declared. A program calls it once all its modules are imported."""
+    """Return the names of armed failpoints that no module has declared. A program calls it once all its modules are
+    imported.
+    """
     return sorted(set(_armed) - set(REGISTRY))
 
 

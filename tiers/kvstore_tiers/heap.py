@@ -18,8 +18,8 @@ _MOST_BYTES = 1 << 30
 
 
 def expect(nbytes: int) -> None:
-    """Tell the C library (glibc) that `nbytes` bytes will be allocated and freed several times, so that it keeps freed
-    memory until `trim`. Elsewhere it does nothing.
+    """Announce to the C library (glibc) that `nbytes` bytes will be allocated and freed several times, so that it keeps
+    freed memory until `trim`. With another C library nothing happens.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -29,7 +29,7 @@ def expect(nbytes: int) -> None:
 
 def trim() -> None:
     """Make the C library (glibc) give its freed memory back to the kernel. It takes some milliseconds for a large heap,
-    and releases the GIL. Elsewhere it does nothing.
+    and releases the GIL. With another C library nothing happens.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)

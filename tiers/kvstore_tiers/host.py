@@ -48,7 +48,9 @@ MAPPED_NAME = "host"
 
 
 class Borrower(Protocol):
-    """A tier that copies directly from and to memory of other tiers; `Tier.share` explains the methods."""
+    """A tier that copies directly from and to memory of other tiers, which it maps. `Tier.share` explains the
+    methods.
+    """
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int: ...
 
@@ -56,8 +58,8 @@ class Borrower(Protocol):
 
 
 class Lending:
-    """A record of which arenas (pieces of shared DRAM) a host tier has lent to tiers of device memory. Any thread may
-    call `offer`; only the control thread calls the other methods."""
+    """A record of which arenas (pieces of shared DRAM) a host tier has lent to GPU tiers, which copy directly from and
+    to them. Any thread may call `offer`; only the control thread calls the other methods."""
 
     def __init__(self) -> None:
         self._borrowers: list[Borrower] = []
@@ -65,11 +67,11 @@ class Lending:
         self._lock = threading.Lock()
 
     def begin(self, borrowers: Sequence[Borrower]) -> None:
-        """Lend arenas that `offer` gets from now on to the tiers `borrowers`."""
+        """Lend the arenas that `offer` gets from now on to the tiers `borrowers`."""
         self._borrowers = list(borrowers)
 
     def offer(self, arena: Arena) -> None:
-        """Lend `arena` to all borrowers if all its memory is there and it is not lent yet."""
+        """Lend `arena` to all borrowers if all its memory is there and the arena is not lent yet."""
         if not self._borrowers or not arena.is_whole:
             return
         with self._lock:
@@ -89,16 +91,17 @@ class Lending:
 
 
 class SlowerMemory(NamedTuple):
-    """Settings of a host tier that clients do not map. If `numa_node` is 0 or more, all its memory comes from that NUMA
-    node. `coding` is the form in which blocks are stored."""
+    """The settings of a host tier whose memory clients do not map. If `numa_node` is 0 or more, all its memory comes
+    from that NUMA node. `coding` is the form in which blocks are stored."""
 
     numa_node: int = -1
     coding: Coding = UNCODED
 
 
 class HostTier(ContainerTier):
-    """A tier that keeps blocks in `capacity_bytes` of DRAM, in arenas of `arena_bytes`; `copy_threads` threads copy
-    them. Clients map the tier called `MAPPED_NAME`, and no other."""
+    """A tier that keeps blocks in `capacity_bytes` bytes of DRAM, in arenas (pieces of shared memory) of `arena_bytes`
+    bytes. `copy_threads` threads copy blocks. Clients map the arenas of the tier called `MAPPED_NAME`, and of no other
+    tier."""
 
     def __init__(
         self,
@@ -153,8 +156,9 @@ class HostTier(ContainerTier):
         return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def charge(self, nbytes: int, label: str) -> bool:
-        """Count `nbytes` bytes outside the arenas, under `label`, against the capacity. Return False if there is no
-        room. Empty arenas are given back if that makes room (some 20 ms for 64 MiB)."""
+        """Count `nbytes` bytes of memory outside the arenas, under `label`, against the tier's capacity, and return
+        True. If there is no room, empty arenas are given back first (some 20 ms for 64 MiB). Return False if that is
+        not enough."""
         if self._closed:
             return False
         releasable = [arena for arena in self._arenas.empty.values() if arena.mode == "owned"]
@@ -171,8 +175,8 @@ class HostTier(ContainerTier):
 
     def take_empty(self) -> Callable[[], None] | None:
         """Remove an empty arena from the tier, and return a function that gives its memory back. That function may run
-        on any thread, takes 20 ms for 64 MiB, and waits for borrowers. Return None if no arena is empty, or all empty
-        ones are sealed."""
+        on any thread; it takes 20 ms for 64 MiB, and waits until GPU tiers have returned the arena. Return None if no
+        arena is empty, or if all empty ones are sealed."""
         arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
@@ -186,8 +190,8 @@ class HostTier(ContainerTier):
         return give_back
 
     def lend_to(self, borrowers: Sequence[Borrower]) -> None:
-        """Let the tiers `borrowers` copy directly from and to the arenas, each once all its memory is there. Close the
-        borrowers before this tier `leave`s."""
+        """Let the tiers `borrowers` copy directly from and to each arena, as soon as all memory of the arena is there.
+        The borrowers must be closed before `leave` is called."""
         self._lending.begin(borrowers)
         for arena in self._arenas:
             self._lending.offer(arena)
@@ -210,8 +214,8 @@ class HostTier(ContainerTier):
         return arena.owner if arena is not None else None
 
     def precreate(self, owner: str, nbytes: int) -> int:
-        """Make empty arenas for `owner` until they have `nbytes` together or no room is left; return the bytes of those
-        made."""
+        """Make empty arenas for `owner` until they have `nbytes` bytes together, or until no room is left. Return the
+        bytes of the arenas that were made."""
         reserved_bytes = 0
         while reserved_bytes < nbytes:
             arena = self._fresh_arena(ALIGNMENT_BYTES, owner)
@@ -242,8 +246,8 @@ class HostTier(ContainerTier):
         self._transfers.store(slot, header, segments, done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Do `write` for each of `writes` (slot, header, segments). `done` is called once, when all have ended, with
-        the outcomes in the order of `writes`. A small batch is written before this returns."""
+        """Write each block of `writes` (slot, header, segments) as `write` does. `done` is called once, when all have
+        ended, with the outcomes in the order of `writes`. A small batch is written before this returns."""
         self._transfers.store_many(writes, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
@@ -263,13 +267,14 @@ class HostTier(ContainerTier):
         self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Check that `slot` still holds the block `expect_key` as it was stored; `done` gets DONE or CORRUPT. Nothing
-        is moved or counted."""
+        """Check that `slot` still contains the block with the key `expect_key` as it was stored. `done` gets DONE or
+        CORRUPT. Nothing is copied, and the check is not counted as a transfer."""
         self._transfers.verify(slot, expect_key, done)
 
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
-        """Take over an arena of a process that has ended, given by `record` and `descriptor`, with its blocks. Return
-        None if there is no room. The caller closes the descriptor only after None, ForeignMemory or OSError."""
+        """Take over an arena (shared memory cut into slots) of a process that has ended, with its blocks; `record`
+        describes it and `descriptor` refers to it. Return None if there is no room. The caller closes the descriptor
+        only after None, ForeignMemory or OSError."""
         if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
         arena, found = take_over(record, descriptor, self._witness)
@@ -279,11 +284,11 @@ class HostTier(ContainerTier):
         return found
 
     def retire(self, slot: Slot) -> None:
-        """Mark the block in `slot` as gone. Its bytes stay until `free`, and no later process takes it for a block."""
+        """Mark the block in `slot` as gone. Its bytes stay until `free`, but no later process takes it for a block."""
         self._arenas.of(slot).retire(slot)
 
     def leave(self) -> None:
-        """Close the tier, and leave the arenas' memory to the other processes that have its descriptors."""
+        """Close the tier, and leave the arenas' memory to the other processes that have descriptors of it."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:

@@ -24,15 +24,15 @@ from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
 def is_in_place(target: Segment, segments: Sequence[Segment]) -> bool:
-    """Return True if the payload that `segments` name lies already in the slot whose memory is `target`, so that it
-    need not be copied.
+    """Return True if `segments` are the payload's place in the slot whose memory is `target`, so that the payload need
+    not be copied.
     """
     return len(segments) == 1 and segments[0].address == target.address + HEADER_BYTES
 
 
 class ImageCopies:
-    """Copies, checks and moves of blocks between slots and other host memory, each run on the calling thread and
-    counted in `counters`.
+    """A maker of copies, checks and moves of blocks between slots and other host memory. The calling thread does each
+    one, and `counters` counts it.
     """
 
     def __init__(self, counters: TransferCounters) -> None:
@@ -61,8 +61,8 @@ class ImageCopies:
         return Outcome(OutcomeKind.DONE, header, header.stored_bytes)
 
     def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
-        """Copy the block `expect_key` from the slot memory `source` to the slot memory `target`. If the outcome is not
-        DONE, `target` holds no valid header.
+        """Copy the block with the key `expect_key` from the slot memory `source` to the slot memory `target`. If the
+        outcome is not DONE, `target` contains no valid header.
         """
         with self._counters.watch() as count:
             header = image_header(source, expect_key)
@@ -105,8 +105,8 @@ def segment_of(arena: Arena, slot: Slot) -> Segment:
 
 
 class HostTransfers:
-    """The copy threads of a host tier, and the transfers they run. `name` begins the names of the `copy_threads`
-    threads. `arena_of` returns the arena of a slot, or raises RuntimeError.
+    """The copy threads of a host tier, and the transfers that they do. `copy_threads` is their number, and their names
+    begin with `name`. `arena_of` returns the arena of a slot, or raises RuntimeError.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class HostTransfers:
         self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
 
     def move(self, source: Segment, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy the slot image (header and payload) `source`, which must hold the block `expect_key`, to `slot`. `done`
-        gets CORRUPT if it does not.
+        """Copy the slot image (header and payload) `source` to `slot`. `done` gets CORRUPT if `source` does not contain
+        the block with the key `expect_key`.
         """
         arena = self._arena_of(slot)
         copy = partial(self._copies.relocate, source, segment_of(arena, slot), expect_key)

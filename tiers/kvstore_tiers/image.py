@@ -29,7 +29,7 @@ def aligned_down(nbytes: int) -> int:
 
 
 class Slot(NamedTuple):
-    """The address of a place for one block in a tier: a container (an arena or a slab file) and an offset in bytes.
+    """The address of the place of one block in a tier: a container (an arena or a slab file) and an offset in bytes.
     `nbytes` includes the header page and padding. `generation` grows each time the place is used again.
     """
 
@@ -41,9 +41,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """A stored block in a file that another tier may read itself. At `offset` of the file lies a header page with this
-    `generation`, then `payload_bytes` of payload, then zeros up to a whole page. `descriptor` is read-only, and
-    bypasses the page cache if the file system can.
+    """The place of a stored block in a file, which another tier may read itself. At `offset` of the file is a header
+    page with this `generation`, then `payload_bytes` bytes of payload, then zeros up to a whole page. `descriptor` is
+    read-only, and bypasses the page cache if the file system can.
     """
 
     descriptor: int
@@ -62,8 +62,8 @@ RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the byte
 
 
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
-    """Return the header that the 4096 bytes `raw` hold, or a sentence about its fault. A valid header has a right
-    checksum, the key `expect_key` and at most `room_bytes` stored bytes. If `generation` is given, it must match too.
+    """Return the block header in the 4096 bytes `raw`, or a sentence about its fault. A valid header has a right
+    checksum, the key `expect_key`, at most `room_bytes` stored bytes and, if it is given, this `generation`.
     """
     header = read_header(raw)
     if isinstance(header, str):
@@ -78,9 +78,9 @@ def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int
 
 
 def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
-    """Return the header of the slot image `image` in host memory, or a sentence about its fault. The header must name
-    `expect_key`, have the image's generation, and equal the vouched header if the image has one. The payload is not
-    checked.
+    """Return the header of the slot image `image` in host memory, or a sentence about its fault. The header must have
+    the key `expect_key` and the image's generation. If the image has a vouched header (which this process wrote), the
+    header must equal it. The payload is not checked.
     """
     raw = buffer_at(image.address, HEADER_BYTES).raw
     if image.vouched is not None and raw != image.vouched.pack():
@@ -89,7 +89,7 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
 
 
 def false_checksum(header: BlockHeader) -> str:
-    """Return the sentence for an operator that says that the stored bytes of a block do not have the checksum in
+    """Return a sentence for an operator which says that a block's stored bytes do not have the checksum in its
     `header`.
     """
     whose = "stored bytes'" if header.codec else "payload's"
@@ -111,7 +111,7 @@ def erase_header(image: Segment) -> None:
 
 
 def mark_retired(image: Segment) -> None:
-    """Set the flag in the header of `image` that its block is gone. The header's checksum is wrong afterwards on
-    purpose: only a reader with a lease, which compares key and generation, still reads this block.
+    """Set the flag in the header of `image` that says that its block is gone. The header's checksum is then wrong, on
+    purpose: only a reader with a lease, which compares key and generation alone, still reads this block.
     """
     put_bytes(image.address + FLAGS_OFFSET, RETIRED)

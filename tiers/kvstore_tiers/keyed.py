@@ -51,8 +51,9 @@ READERS = 2  # each serves what waits together. No more wait behind each other i
 
 class KeyedTier(Tier):
     """A tier that keeps blocks as named objects in a remote `store`, which may forget them. Its slots have at most
-    `capacity_bytes` together. `readers` and `writers` are numbers of threads that wait for the store. `refuses(digest)`
-    tells if blocks of a tenant must not be in this store; callers then neither write them nor ask for them.
+    `capacity_bytes` bytes together. `readers` and `writers` are numbers of threads that wait for the store.
+    `refuses(digest)` is true if blocks of the tenant with this digest must not be in this store; callers then neither
+    write nor ask for them.
     """
 
     def __init__(
@@ -181,9 +182,9 @@ class KeyedTier(Tier):
         return _unpack(image, read.slot, read.name, read.segments)
 
     def sync(self, done: Completion) -> None:
-        """Call `done` when the store has everything that was written, and nothing that was removed, before this call.
-        It gets FAILED if the store refused to remove an object; the next `sync` tries again for the last 65,536 such
-        names.
+        """Call `done` when the store has everything that was written before this call, and nothing that was removed
+        before it. `done` gets FAILED if the store refused to remove an object; the next `sync` tries again for the last
+        65,536 such names.
         """
         with self._lock:
             again, self._unremoved = [name for name in self._unremoved if name not in self._holders], {}
@@ -207,7 +208,7 @@ class KeyedTier(Tier):
 
     @property
     def is_ready(self) -> bool:
-        """True if the store has started, so that a question to it does not wait for the start."""
+        """True if the store has started, so that a request to it does not wait for the start."""
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
@@ -225,14 +226,14 @@ class KeyedTier(Tier):
         self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [UNKNOWN] * len(names)))
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
-        """Assign the allocated `slot` to a block that is in the store already, because `find` found it. `tenant` is the
-        tenant's digest.
+        """Assign the allocated `slot` to the block `key`, which `find` has found in the store. `tenant` is the tenant's
+        digest, 16 bytes.
         """
         self._name(slot, object_name(tenant, key))
 
     def remove(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """Delete the tenant's blocks `keys` from the store, with or without slots of this tier for them. It returns at
-        once; `sync` reports if it succeeded.
+        """Delete the blocks `keys` of the tenant with the digest `tenant` from the store, also blocks that have no slot
+        of this tier. The call returns at once; a failure is reported by `sync`.
         """
         self._remove(list(dict.fromkeys(object_name(tenant, key) for key in keys)))
 

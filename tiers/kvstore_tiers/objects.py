@@ -14,8 +14,8 @@ DIGEST_BYTES = 16
 
 
 class DamagedObject(Exception):
-    """An error: the bytes that a store has under a name are not the object of that name, or are too many. The message
-    names the fault.
+    """An error: the bytes that a store has under a name are not the object of that name, or are too many for it. The
+    message names the fault.
     """
 
 
@@ -37,7 +37,7 @@ class ObjectStore(ABC):
 
     @property
     def is_ready(self) -> bool:
-        """False while the store starts, so that an operation would wait for the start."""
+        """True unless the store is still starting, so that an operation would wait for the start."""
         return True
 
     @abstractmethod
@@ -48,20 +48,21 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[tuple[bytes, int]]) -> AbstractContextManager[Sequence[Found]]:
-        """Return a context manager that reads objects. `wanted` gives the name of each and the most bytes it may have.
-        Within the context the value lists the bytes of the first of them, at least one, as many as memory is free for;
-        None stands for a missing object, DamagedObject for a damaged one. The bytes are valid until the context ends.
+        """Read objects for the time of a `with` block. `wanted` has the name of each object and the most bytes that it
+        may have. The block gets a list with the bytes of the first objects of `wanted`: as many as memory is free for,
+        at least one. An entry is None for a missing object and a DamagedObject for a damaged one. The bytes are valid
+        until the block ends.
         """
 
     @abstractmethod
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        """Store an object of `nbytes` bytes under `name`, unless there is one. `fill` is called to write the bytes into
-        the memory that it gets.
+        """Store an object of `nbytes` bytes under `name`, unless the store has one. `fill` is called with the memory
+        for the object, to write the bytes into it.
         """
 
     @abstractmethod
     def evict(self, names: Sequence[bytes]) -> None:
-        """Tell the store that this tier no longer needs the objects `names`. A store that other daemons use, and that
+        """Notify the store that this tier no longer needs the objects `names`. A store that other daemons use, and that
         makes room by itself, may keep them.
         """
 
@@ -70,7 +71,7 @@ class ObjectStore(ABC):
         """Delete the objects `names`. After this call `read` finds none of them."""
 
     def probe(self) -> None:
-        """Raise OSError unless the store answers a question now."""
+        """Raise OSError unless the store answers a request now."""
         self.sizes([bytes(2 * DIGEST_BYTES)])
 
     def abort(self) -> None:  # noqa: B027  # optional

@@ -13,8 +13,8 @@ PART_ALIGNMENT = 4096
 
 
 class RangeAllocator:
-    """An allocator of parts of a memory whose offsets go from `begin` to `end`, in bytes. Several threads may take
-    parts. A thread waits for a part until the threads before it have theirs and a free range is large enough.
+    """An allocator of ranges of a memory whose offsets go from `begin` to `end`, in bytes. Several threads may use it.
+    A thread waits for a range until all threads that came before it have theirs and enough is free.
     """
 
     def __init__(self, begin: int, end: int) -> None:
@@ -26,12 +26,12 @@ class RangeAllocator:
 
     @property
     def waiting(self) -> int:
-        """The number of threads that wait for a part."""
+        """The number of threads that wait for a range."""
         return len(self._waiting)
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """Return the offset and the size in bytes of a free part of at least `nbytes`, which may not exceed
-        `largest_bytes`. It waits until there is one. Raises OSError once the allocator is closed.
+        """Return the offset and the size in bytes of a free range of at least `nbytes` bytes, which may not exceed
+        `largest_bytes`. The call waits until there is one. Raises OSError once the allocator is closed.
         """
         turn = object()
         with self._changed:
@@ -49,8 +49,8 @@ class RangeAllocator:
                 self._changed.notify_all()
 
     def take_now(self, nbytes: int) -> tuple[int, int] | None:
-        """Return the offset and the size of a free part of at least `nbytes`, or None if the caller would have to wait
-        for one.
+        """Return the offset and the size in bytes of a free range of at least `nbytes` bytes, or None if the caller
+        would have to wait for one.
         """
         with self._changed:
             is_free = not self._waiting and not self._closed
@@ -65,8 +65,8 @@ class RangeAllocator:
         return None
 
     def give_back(self, *parts: tuple[int, int]) -> None:
-        """Free `parts`, each an offset and a size in bytes as `take` returned them. They are freed at one moment, so
-        that a waiting thread may get a part over several of them.
+        """Free the ranges `parts`, each an offset and a size in bytes as `take` returned them. They become free
+        together, so that a waiting thread may get a range that covers several of them.
         """
         with self._changed:
             merged: list[tuple[int, int]] = []

@@ -22,8 +22,8 @@ KEY_WORDS = 2
 
 
 class BlockOrigin(NamedTuple):
-    """The facts that many blocks share: the digest of their tenant (16 bytes), the fingerprint of the model and
-    settings that their bytes depend on (32 bytes), and the number of their layer group.
+    """The facts that many blocks have in common: the digest of their tenant (16 bytes), the fingerprint of the model
+    and settings on which their bytes depend (32 bytes), and the number of their layer group.
     """
 
     tenant: bytes
@@ -33,9 +33,10 @@ class BlockOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class RecoveredBlocks:
-    """The blocks that a tier kept over a restart, as arrays with one entry for each block. `key` and `parent` are
-    uint64 of the shape (blocks, 2); `origin` is an index into `origins`; container, offset, nbytes and generation name
-    the slot. `kept` is a packed retention term (`kvstore_proto.terms.kept_word`), or None if no block has one."""
+    """The blocks that a tier kept over a restart, as arrays with an entry for each block. `key` and `parent` are uint64
+    of the shape (blocks, 2), the two halves of a key. `origin` is an index into the list `origins`. `container`,
+    `offset`, `nbytes` and `generation` are the slot. `kept` is a packed retention term
+    (`kvstore_proto.terms.kept_word`), or None if no block has one."""
 
     origins: list[BlockOrigin]
     key: Column
@@ -89,7 +90,7 @@ _COLUMNS = (
 
 
 def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
-    """Return `blocks`, pairs of a slot and a header, as arrays."""
+    """Return `blocks`, pairs of a slot and a header, as arrays with an entry for each block."""
     listed = list(blocks)
     origins: dict[BlockOrigin, int] = {}
     origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
@@ -118,5 +119,7 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
 
 
 def as_words(packed_keys: bytes) -> Column:
-    """Return the 16-byte keys in `packed_keys`, one after another, as an array uint64 of the shape (keys, 2)."""
+    """Return the 16-byte keys that `packed_keys` contains, one after another, as an array uint64 of the shape (keys,
+    2).
+    """
     return np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_WORDS)

@@ -28,7 +28,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def replaced_file(path: Path, *, durable: bool = True) -> AbstractContextManager[BufferedWriter]:
-    """Return a context manager that gives a file to write. At its end that file takes the place of `path`, as
-    `replace_file` describes.
+    """Give the `with` block a file to write. At the block's end that file takes the place of `path`, as `replace_file`
+    describes.
     """
     return whole.replaced_file(path, durable=durable, before_rename=lambda: failpoints.hit(f"file.{path.name}"))

@@ -42,8 +42,8 @@ class MemoryKind(Enum):
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A piece of memory, `nbytes` bytes at `address`, that a transfer reads or fills. `owner` is an object that keeps
-    the memory alive. If the memory is a slot, `generation` is the slot's, and is written into the header of an image
-    stored there. If clients can write the memory, `vouched` is the only header that is believed there.
+    the memory alive. If the memory is a slot, `generation` is the slot's, which is written into the header of an image
+    that is stored there. If clients can write the memory, `vouched` is the only header that is believed there.
     """
 
     address: int
@@ -54,8 +54,8 @@ class Segment:
     vouched: BlockHeader | None = None
 
     def part(self, offset: int, nbytes: int) -> Segment:
-        """Return the piece of `nbytes` bytes that begins `offset` bytes into this segment. Raises ValueError if it does
-        not lie within.
+        """Return the piece of `nbytes` bytes that begins `offset` bytes behind the start of this segment. Raises
+        ValueError if it is not within the segment.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
@@ -115,7 +115,7 @@ def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
 
 
 def clipped(segments: Sequence[Segment], nbytes: int) -> Iterator[Segment]:
-    """Yield the `segments` that hold the first `nbytes` bytes; the last one is cut to end there."""
+    """Yield the leading `segments` that together have `nbytes` bytes; the last of them is shortened to end there."""
     left = nbytes
     for segment in segments:
         if left <= 0:

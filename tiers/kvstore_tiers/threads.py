@@ -29,8 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class ResidentThreads:
-    """A pool of `count` threads that run transfers in the order of their arrival until `close`. The threads' names
-    begin with `name`.
+    """A pool of `count` threads that run transfers in the order in which they are submitted, until `close`. The
+    threads' names begin with `name`.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -58,8 +58,8 @@ class ResidentThreads:
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def begin(self, job: Callable[[], None], done: Completion) -> None:
-        """Run `job` on a thread of the pool. The job arranges for `done` to be called; if it raises, `done` gets
-        FAILED. After `close`, `done` gets CANCELLED at once.
+        """Run `job` on a thread of the pool. The job makes sure that `done` is called later; if the job raises, `done`
+        gets FAILED. After `close`, `done` gets CANCELLED at once.
         """
 
         def attempt() -> Outcome:
@@ -125,7 +125,7 @@ def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
 
 
 def complete(transfer: Transfer, done: Completion) -> None:
-    """Run `transfer`, and call `done` with its outcome. Neither raises."""
+    """Run `transfer` and call `done` with its outcome. It raises nothing, neither from the transfer nor from `done`."""
     deliver(run_transfer(transfer), done)
 
 
@@ -154,7 +154,7 @@ class TransferBatch:
         self.end_part()
 
     def end_part(self) -> None:
-        """Note that one of the `parts` threads has ended or will not run. The last one delivers the outcomes; a
+        """Note that one of the `parts` threads has ended or will not run. The last call delivers the outcomes; a
         transfer that was never run is CANCELLED.
         """
         with self._ending:
@@ -170,8 +170,8 @@ Read = TypeVar("Read")
 
 class WaitingReads(Generic[Read]):
     """A queue of reads that wait for memory or data. A pool of `threads` threads calls `serve(reads)` with the first
-    eight of the queue; `serve` must end at least the first one, return how many it ended, and not raise. The reads it
-    did not end stay at the head of the queue.
+    eight reads of the queue. `serve` must end at least the first of them, return how many it ended, and not raise. The
+    other reads stay at the head of the queue.
     """
 
     def __init__(self, name: str, threads: int, serve: Callable[[Sequence[Read]], int]) -> None:
@@ -216,8 +216,8 @@ class _Wait:
 
 
 class PendingWrites:
-    """A list of the writes that have not ended, with actions that wait for them. Any thread may begin or end a
-    write.
+    """A list of the writes that have not ended, and of actions that are to be run after them. Any thread may begin or
+    end a write.
     """
 
     def __init__(self) -> None:
@@ -227,8 +227,8 @@ class PendingWrites:
         self._waiting: list[_Wait] = []
 
     def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
-        """Add a write to the list, and return the completion that the write must call at its end instead of `done`.
-        With `must_succeed`, actions that wait for the write get False if it fails.
+        """Add a write to the list, and return the completion that the write must call at its end in place of `done`.
+        With `must_succeed`, an action that waits for this write gets False if the write fails.
         """
         with self._lock:
             self._last += 1
@@ -244,8 +244,9 @@ class PendingWrites:
         return ended
 
     def when_ended(self, action: Action) -> None:
-        """Call `action` when all writes that are pending now have ended, on the thread that ends the last of them, or
-        at once if there are none. It gets False if one of them failed that had to succeed, otherwise True.
+        """Call `action` when all writes that are in the list now have ended, on the thread that ends the last of them,
+        or at once if the list is empty. The action gets False if a write that `must_succeed` has failed, otherwise
+        True.
         """
         with self._lock:
             if self._numbers:
@@ -274,7 +275,9 @@ class UnderWay:
         self._changed = threading.Condition()
 
     def begin(self, done: Completion) -> Completion:
-        """Count one transfer, and return the completion that it must call instead of `done`."""
+        """Count one transfer as under way, and return the completion that the transfer must call at its end in place of
+        `done`.
+        """
         with self._changed:
             self._transfers += 1
 

@@ -26,8 +26,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class TextSource(Protocol):
-    """The part of a tokenizer that an answer needs: the ids of tokens that end a text, and a decoder from tokens to
-    text.
+    """An object, usually a tokenizer, that turns an answer's tokens into text. `end_ids` are the ids of tokens that end
+    a text; `stream` returns a decoder from tokens to text.
     """
 
     @property
@@ -36,9 +36,8 @@ class TextSource(Protocol):
 
 
 class StopStrings:
-    """A search for stop strings in the text of one answer, as the text arrives in pieces. The first complete stop
-    string ends the answer; if several are complete at once, the longest counts. Text that may be the beginning of a
-    stop string is held back.
+    """A search for stop strings in the text of one answer, which arrives in pieces. The stop string that is complete
+    first ends the answer; the text before it is shown. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -47,7 +46,7 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add `text` to the answer. Return the text that can be shown now, and True if a stop string is complete. The
-        shown text never contains a stop string or a part of one.
+        text that is shown never contains a stop string or the beginning of one.
         """
         if not self._stops:
             return text, False
@@ -73,9 +72,9 @@ class StopStrings:
 
 
 class Answer:
-    """One answer to a request, while it grows: its sampler, constraint, text and stop strings. `index` numbers the
-    answers of a request from 0. `is_plain` is True if the next token is always the likeliest one. Raises UsageError if
-    the request's constraint cannot be made.
+    """One answer to a request while its tokens are generated: its sampler, constraint, text and stop strings. `index`
+    numbers the answers of a request from 0. `is_plain` is True if the next token is always the likeliest one. Raises
+    UsageError if the request's constraint (such as a grammar) cannot be made.
     """
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
@@ -90,9 +89,9 @@ class Answer:
         self._tokens: list[int] = []  # where `next_step` needs them
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Add the id `token` to the answer. Return the text that can be shown now, and True if a stop string or the
-        constraint ends the answer here. Raises the errors of the constraint, and of a tokenizer that does not know the
-        id.
+        """Add the token with the id `token` to the answer. Return the text that can be shown now, and True if a stop
+        string or the constraint (such as a grammar) ends the answer here. Raises the errors of the constraint, and of a
+        tokenizer that does not know the id.
         """
         if self._next_step is not None:
             self._tokens.append(token)
@@ -104,14 +103,14 @@ class Answer:
 
     @property
     def next_step(self) -> Callable[[], NextStep | None] | None:
-        """A function that tells which step of the conversation follows this answer, for an answer that ended by itself.
-        It is None if the request does not say.
+        """A function that says which request of the conversation will follow this answer, if the answer ended by
+        itself. It is None if the request did not give one.
         """
         return None if self._next_step is None else partial(self._next_step, self._tokens)
 
     def finish(self) -> str:
-        """Return the last text to show, after the last token. It is empty if a stop string or the constraint ended the
-        answer.
+        """Return the text that was held back until the answer's last token. It is empty if a stop string or the
+        constraint ended the answer.
         """
         if self._is_stopped:
             return ""
@@ -137,8 +136,8 @@ def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """The id of the token that was chosen next, or the reason why none could be chosen (`failure`). `is_unsound` is
-    True if the logits were not finite, so that the K/V they were computed from must not be shared.
+    """The id of an answer's next token, or the reason why none could be chosen (`failure`). `is_unsound` is True if the
+    logits were not finite; then the K/V from which they were computed must not be shared with other answers.
     """
 
     token: int
@@ -147,9 +146,9 @@ class ChosenToken:
 
 
 def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, ChosenToken]:
-    """Choose the next token of each answer. `answers` maps the number of a row of `logits` to its answer, and so does
-    the result to the chosen token. `whole` has the logits, float32 [vocabulary], of at least each row whose answer is
-    not plain.
+    """Choose the next token of each answer. `answers` has each answer by the number of its row in `logits`; the result
+    has the chosen tokens by the same numbers. `whole` has complete rows of logits, float32 [vocabulary], by row number:
+    at least the row of each answer that does not simply take the likeliest token.
     """
     choices: dict[int, ChosenToken] = {}
     plain = [row for row, answer in answers.items() if answer.is_plain]
@@ -160,8 +159,8 @@ def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Return the log probability of the id `token` under `logits`, float32 [vocabulary], and the `count` likeliest
-    tokens as pairs of id and log probability, likeliest first, equal ones by id.
+    """Return the log probability of the token `token`, and the `count` likeliest tokens as pairs of id and log
+    probability, likeliest first, equal ones by id. `logits` are the row to compute them from, float32 [vocabulary].
     """
     row = logits.astype(np.float64) - _log_of_sum(logits)
     top: list[int] = []
@@ -185,8 +184,8 @@ def _unsound(value: float) -> ChosenToken:
 
 
 def choose_one(row: Floats, answer: Answer) -> ChosenToken:
-    """Choose the next token of `answer` from its logits `row`, float32 [vocabulary]: the constraint removes tokens,
-    then the sampler draws one. An error is returned as the token's `failure`.
+    """Choose the next token of `answer` from its row of logits, float32 [vocabulary]: the constraint removes tokens,
+    then the sampler draws one. An error is not raised; it becomes the `failure` of the result.
     """
     most = float(row.max())  # NaN if there is one anywhere
     if not math.isfinite(most):

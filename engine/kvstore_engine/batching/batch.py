@@ -12,9 +12,9 @@ from kvstore_engine.graph import SequenceSlice
 
 @dataclass(slots=True)
 class BatchPart:
-    """The share of one sequence in a step: its tokens from `begin` up to `end`. `is_decode` marks the next token of an
-    answer. If set, `borrowed` is the number of a block that stands in for the sequence's own block at `begin`, and
-    `borrowed_window` likewise for layers with a sliding window.
+    """The tokens of one sequence that a step computes, from position `begin` up to `end`. `is_decode` is True for the
+    next token of an answer. If `borrowed` is set, this pool block is used in place of the sequence's own block at
+    `begin`; `borrowed_window` likewise replaces the block for layers with a sliding window.
     """
 
     sequence: Sequence
@@ -26,14 +26,14 @@ class BatchPart:
 
     @property
     def has_output(self) -> bool:
-        """True if the step must return logits for the part's last token, because it is the sequence's last known
-        token.
+        """True if the step must return logits for the last token of this part, because the next token of the sequence
+        is chosen from them.
         """
         return self.end == self.sequence.length
 
     def slice(self, block_tokens: int) -> SequenceSlice:
-        """Return this part as the argument of `Compute.step`. `block_tokens` is the number of tokens in a block of the
-        pool.
+        """Return this part in the form that `Compute.step` takes. `block_tokens` is the number of tokens in a pool
+        block.
         """
         ids = self.sequence.held.ids
         if self.borrowed is not None:
@@ -48,8 +48,8 @@ class BatchPart:
 
 @dataclass(slots=True)
 class Batch:
-    """The parts of sequences that one step computes together, in the order of their rows. `budget_tokens` is the number
-    of prompt tokens that the step had room for.
+    """The parts of sequences that one step computes together, in the order of their rows. `budget_tokens` is the most
+    prompt tokens that this step was allowed to have.
     """
 
     parts: list[BatchPart] = field(default_factory=list)
@@ -57,7 +57,9 @@ class Batch:
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
-        """One pair (1, position of the token) for each sequence that computes the next token of its answer."""
+        """A pair (1, position of the token) for each sequence of the batch that computes the next token of its
+        answer.
+        """
         return [(1, part.begin) for part in self.parts if part.is_decode]
 
     @property
@@ -65,7 +67,7 @@ class Batch:
         return sum(part.end - part.begin for part in self.parts if not part.is_decode)
 
     def record(self) -> tuple[SequencePart, ...]:
-        """Return one entry for each part, in the form that observers get."""
+        """Return the parts in the form that observers of the engine get, one entry for each."""
         return tuple(
             SequencePart(
                 part.sequence.request.id,

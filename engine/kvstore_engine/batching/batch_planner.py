@@ -34,8 +34,8 @@ _ROW_GROUP = 4  # see above
 
 class BatchPlanner:
     """A planner that chooses the tokens of each step: the next token of each answer, and as many prompt tokens as
-    `budget` allows, at most `most_tokens` in all. `make_room(sequence)` is called when blocks are short; it preempts a
-    sequence, perhaps that one, and returns False if no other one runs.
+    `budget` allows, at most `most_tokens` in all. `make_room(sequence)` is called when pool blocks are short. It takes
+    the blocks of one running sequence, perhaps of that one, and returns False if no other sequence runs.
     """
 
     def __init__(
@@ -73,13 +73,15 @@ class BatchPlanner:
                 self._space.unshare(sequence.held, sequence.computed // self._space.block_tokens)
 
     def is_requested(self, sequence: Sequence) -> bool:
-        """Return True if the daemon was asked before for the next block that `sequence` has to compute."""
+        """Return True if the next block that `sequence` has to compute was requested from the daemon before, for any
+        sequence.
+        """
         node = self._next_node(sequence)
         return node is not None and node.requested
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
         """Return the batch of the next step. `decoding` are the sequences with the next token of an answer to compute;
-        the one that may be preempted last comes first. `prompts` are the sequences with prompt tokens to compute, in
+        the first of them is the last to lose its blocks. `prompts` are the sequences with prompt tokens to compute, in
         the order in which they are served.
         """
         decodes = [part for sequence in decoding if (part := self._decode(sequence)) is not None]
@@ -111,7 +113,7 @@ class BatchPlanner:
         return Batch(parts, budget)
 
     def release_borrowed(self, batch: Batch) -> None:
-        """Free the blocks that `batch` borrowed as copies for its step, which is over."""
+        """Free the temporary copies of blocks that `batch` used in its step, which is over."""
         for part in batch.parts:
             self._return_borrowed(part)
 

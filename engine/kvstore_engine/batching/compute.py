@@ -28,16 +28,17 @@ class Compute(Protocol):
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """Compute all `slices` and return the logits that they ask for, in the order of the slices; they are valid
-        until the next call. `whole` lists the rows of the logits that will be read completely, None for all. Raises
-        StepFailed, which names the slices that cannot be computed; the others can be tried again.
+        until the next call. `whole` lists the numbers of the rows of logits that will be read completely; None means
+        all rows. Raises StepFailed, which names the slices that cannot be computed; the other slices can be tried
+        again.
         """
         ...
 
 
 class VerifiedCompute:
-    """A wrapper around `compute` that checks after each step that the model's file is unchanged. `check` (see
-    `FileWatch.check`) raises if the file has changed, which ends the step, and returns False if the step must be
-    computed again.
+    """A `Compute` that calls another one, `compute`, and checks after each step that the model's file is unchanged.
+    `check` (see `FileWatch.check`) raises if the file has changed, and returns False if the step must be computed
+    again.
     """
 
     def __init__(self, compute: Compute, check: Callable[[], bool]) -> None:
@@ -45,8 +46,8 @@ class VerifiedCompute:
         self.limits, self.pool = compute.limits, compute.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """Compute `slices` as `Compute.step` does, and check the model's file afterwards. The step is computed again
-        until the check accepts it.
+        """Compute `slices` as `Compute.step` does and check the model's file afterwards. The step is computed again
+        until the check accepts it. `whole` lists the rows of logits that will be read completely.
         """
         while True:
             try:

@@ -27,5 +27,5 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Note that the token with the id `token` was chosen, so that the rule moves on."""
+        """Receive the id `token` of the token that was chosen, so that the next `mask` is about the token after it."""
         ...

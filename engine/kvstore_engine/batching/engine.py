@@ -111,12 +111,12 @@ class BatchEngine:
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that wait to be admitted."""
+        """The number of answers that wait to be given blocks of the pool, so that they can run."""
         return len(self._run_queue.waiting)
 
     @property
     def running(self) -> int:
-        """The number of sequences that hold blocks of the pool."""
+        """The number of answers that hold blocks of the pool and are being computed."""
         return len(self._run_queue.running)
 
     def add(self, request: Request) -> None:
@@ -137,9 +137,9 @@ class BatchEngine:
             self._pending += self._outputs.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
-        """Compute one step of all running sequences, and return its events. The step also admits waiting sequences,
-        restores blocks from the daemon and stores new ones. If nothing can be computed yet, it waits for the daemon for
-        at most about 50 ms.
+        """Compute one step of all running sequences and return its events, such as new tokens and ended answers. The
+        step also admits waiting sequences, restores blocks from the daemon and stores new ones. If nothing can be
+        computed yet, it waits for the daemon for at most about 50 ms.
         """
         begin = self._clock()
         self.storer.settle(0.0)
@@ -185,7 +185,7 @@ class BatchEngine:
 
     def drain(self) -> None:
         """Run steps until every accepted request is answered, then wait until the daemon has stored or refused all
-        offered blocks. The events are dropped.
+        blocks that were sent to it. The events of these steps are not returned.
         """
         while self.has_work:
             self.step()
@@ -194,8 +194,8 @@ class BatchEngine:
             self.storer.wait(_IDLE_WAIT_S)
 
     def close(self) -> None:
-        """Cancel all requests, let the offered blocks be stored, and stop the engine's threads. The pool and the
-        sessions stay open.
+        """Cancel all requests, wait until the daemon has stored the blocks that were sent to it, and stop the engine's
+        threads. The pool and the sessions with the daemon stay open.
         """
         if not self._is_closed:
             self._is_closed = True

@@ -51,8 +51,9 @@ class Token:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """An event: the end of answer `index` of a request. `reason` is "end" (the model ended it), "length" (`max_tokens`
-    reached), "context" (the context is full), "stop" (a stop string or the constraint), "cancelled" or "failed", which
-    `message` explains. `text` is text that was held back until now, and usually empty.
+    reached), "context" (the context is full), "stop" (a stop string or the constraint ended it), "cancelled" or
+    "failed"; `message` explains a failure. `text` is the last text to show, which was held back until now and is
+    usually empty.
     """
 
     request_id: str

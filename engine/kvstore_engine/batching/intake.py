@@ -30,9 +30,9 @@ class Overloaded(RuntimeError):
 
 
 class RequestIntake:
-    """The part of the engine that checks requests and makes sequences of them. `context` is the most tokens of a prompt
-    and its answer, and token ids must be below `vocabulary`. `sessions(tenant)` returns the tenant's session with the
-    daemon, or None.
+    """The entrance of the engine: it checks requests and makes a sequence (the state of one answer) for each. `context`
+    is the most tokens of a prompt and its answer, and token ids must be below `vocabulary`. `sessions(tenant)` returns
+    the tenant's session with the daemon, or None.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RequestIntake:
         self._order = 0
 
     def accept(self, request: Request) -> Sequence:
-        """Check `request`, put its first sequence into the queue of `scheduler`, and return it. Raises UsageError if
-        the request can never be answered, Overloaded if too many wait.
+        """Check `request`, put the sequence of its first answer into the queue of the scheduler, and return that
+        sequence. Raises UsageError if the request can never be answered, Overloaded if too many requests wait.
         """
         self._check(request)
         self._check_load(request.tenant)
@@ -67,8 +67,8 @@ class RequestIntake:
 
     def fork(self, sequence: Sequence) -> tuple[list[Sequence], dict[int, str]]:
         """Begin the further answers of a request with n > 1, when `sequence`, its first answer, chooses its first
-        token. They share the blocks of the prompt. Return their sequences, and a dictionary from the number of each
-        answer that cannot begin to the reason.
+        token. The answers share the blocks of the prompt. Return their sequences, and the reasons why answers could not
+        begin, by the number of the answer.
         """
         run_queue = self._scheduler.run_queue
         sequence.is_forked = True

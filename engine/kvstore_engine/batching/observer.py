@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """The share of one answer in a step: `tokens` tokens from `position` on. `kind` is "prefill" for tokens of the
-    prompt and "decode" for the next token of the answer.
+    """The tokens of one answer that a step computed: `tokens` tokens from position `position` on. `kind` is "prefill"
+    for tokens of the prompt and "decode" for the next token of the answer; `index` numbers the answers of a request.
     """
 
     request_id: str
@@ -33,9 +33,9 @@ class SequencePart:
 class StepRecord:
     """The record of one step for observers. The whole step took from `begin_s` to `end_s`, its computing alone
     `compute_s` seconds. `used_blocks` counts pool blocks that running sequences hold, each once; `cached_blocks` counts
-    blocks that only the prefix trie (the index of shared prefixes) holds. `budget_tokens` is the number of prompt
-    tokens that had room. `parts()` lists the shares of answers, and may be called only while an observer has the
-    record.
+    blocks that only the prefix trie (the index of shared prefixes) holds. `budget_tokens` is the most prompt tokens
+    that the step was allowed to have. `parts()` lists the tokens of each answer, and may be called only while an
+    observer has the record.
     """
 
     number: int
@@ -54,7 +54,7 @@ class StepRecord:
 
 
 class Observer:
-    """A listener that is told what the engine does, and that ignores all of it. Subclasses override the methods of
+    """A listener whose methods the engine calls at each event. Here they do nothing; subclasses override the methods of
     interest. Times `t`, `begin_s`, `end_s` are seconds of the engine's clock; `index` numbers the answers of a request.
     """
 
@@ -62,18 +62,18 @@ class Observer:
         """Note that the engine accepted the request `request_id` at the time `t` (seconds)."""
 
     def admitted(self, request_id: str, index: int, t: float) -> None:
-        """Note that answer `index` of the request got its blocks at the time `t`, for the first time or after a
-        preemption.
+        """Note that answer `index` of a request was given the pool blocks that it needs to run, at the time `t`
+        (seconds): for the first time, or again after it had lost them.
         """
 
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
-        """Note that `tokens` prompt tokens of an answer need not be computed: their K/V came from another sequence
-        ("local") or from the daemon.
+        """Note that the K/V of `tokens` prompt tokens of an answer need not be computed: they came from another
+        sequence ("local") or from the daemon, at the time `t` (seconds).
         """
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """Note that the daemon has answered a request for the blocks of a prompt and that they are restored, as
-        `report` says.
+        """Note that the blocks of a prompt that the daemon had are restored, or that it had none. `report` has the
+        figures.
         """
 
     def restoration(self, record: RestorationRecord) -> None:
@@ -83,23 +83,23 @@ class Observer:
         """Note that the engine has done a step, which `record` describes."""
 
     def preempted(self, request_id: str, index: int, how: Literal["swap", "recompute"], t: float) -> None:
-        """Note that a running answer lost its blocks: they were copied to the host ("swap"), or will be computed again
-        ("recompute").
+        """Note that a running answer lost its pool blocks at the time `t` (seconds). They were copied to host memory
+        ("swap"), or their K/V will be computed again ("recompute").
         """
 
     def swapped_out(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that `nbytes` bytes of a preempted answer's blocks, in `runs` contiguous pieces of the pool, were copied
-        to the host.
+        """Note that the blocks of an answer that had to give them up, `nbytes` bytes in `runs` contiguous pieces of the
+        pool, were copied to host memory.
         """
 
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that `nbytes` bytes of a preempted answer's blocks were copied back from the host to the pool, in `runs`
+        """Note that the blocks of an answer, `nbytes` bytes, were copied back from host memory to the pool, in `runs`
         contiguous pieces.
         """
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
-        """Note that one put of `tokens` tokens to the daemon has ended. An empty `reason` means that the daemon stored
-        them; otherwise it says why not.
+        """Note that a request to store the blocks of `tokens` tokens of an answer in the daemon has ended. An empty
+        `reason` means that the daemon stored them; otherwise it says why not.
         """
 
     def token(self, request_id: str, index: int, t: float) -> None:
@@ -117,15 +117,15 @@ def _forwarded(name: str) -> Callable[..., None]:
 
 
 class FanOut(Observer):
-    """An observer that passes every event to each of `observers` in order. One that raises is logged and gets no
-    further events.
+    """An observer that passes every event to each of `observers` in order. An observer that raises is logged and gets
+    no further events.
     """
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
     def replace(self, old: Observer, new: Observer) -> None:
-        """Pass later events to `new` instead of `old`."""
+        """Pass later events to the observer `new` in place of `old`."""
         self._observers = tuple(new if observer is old else observer for observer in self._observers)
 
     queued = _forwarded("queued")

@@ -18,7 +18,9 @@ from kvstore_engine.executors.logits import StepLogits
 
 
 class OutputProcessor:
-    """The part of the engine that turns a step's logits into tokens and events, and ends answers."""
+    """The part of the engine that turns the logits of a step into tokens and events, and ends answers that are
+    complete.
+    """
 
     def __init__(
         self,
@@ -32,14 +34,14 @@ class OutputProcessor:
         self._observer, self._clock = observer, clock
 
     def rows_needed(self, batch: Batch) -> list[int]:
-        """Return the numbers of the logits rows that `apply` will read completely, to sample, to report log
-        probabilities or to begin further answers. Of the other rows it needs only the likeliest token.
+        """Return the numbers of the rows of logits that `apply` will read completely for the step of `batch`. Of the
+        other rows it reads only the likeliest token.
         """
         outputs = (part.sequence for part in batch.parts if part.has_output)
         return [row for row, sequence in enumerate(outputs) if _needs_row(sequence)]
 
     def apply(self, batch: Batch, logits: StepLogits, whole: Collection[int]) -> list[Event]:
-        """Record that the tokens of `batch` are computed, choose the next token of each answer that got `logits`, and
+        """Count the tokens of `batch` as computed, choose the next token of each answer from its row of `logits`, and
         return the events. `whole` is the result of `rows_needed(batch)`.
         """
         events: list[Event] = []
@@ -104,8 +106,8 @@ class OutputProcessor:
         return events
 
     def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
-        """End `sequence` for `reason`. If it is the first answer of its request, end the further answers that have not
-        begun, too. Return the `Finished` events.
+        """End the answer `sequence` for `reason`; `message` explains a failure. If it is the first answer of its
+        request, end the further answers that have not begun as well. Return the `Finished` events.
         """
         ends: list[Event] = [self.finish(sequence, reason, message)]
         if sequence.index == 0 and not sequence.is_forked:
@@ -122,8 +124,8 @@ class OutputProcessor:
         return Finished(name, index, reason, usage, message)
 
     def finish(self, sequence: Sequence, reason: Reason, message: str = "", *, is_sound: bool = True) -> Finished:
-        """End `sequence` for `reason`, release its blocks and return its `Finished` event. With `is_sound` False its
-        computed blocks are not shared with other sequences.
+        """End the answer `sequence` for `reason`, release its blocks and return its `Finished` event; `message`
+        explains a failure. With `is_sound` False its computed blocks are not shared with other sequences.
         """
         now = self._clock()
         scheduler, request = self._scheduler, sequence.request

@@ -15,8 +15,9 @@ _AHEAD = 0.25
 @dataclass(frozen=True, slots=True)
 class SchedulingCandidate:
     """The facts about one sequence that a scheduling policy may use. `order` numbers arrivals. `since_s` is the time at
-    which its present wait began. `level` is its priority, raised by waiting, when it was last admitted. `remaining_s`
-    is the predicted number of seconds that it still has to run. `served` counts the tokens its tenant has been served.
+    which its present wait began. `level` is the priority level with which it was last admitted. `remaining_s` is the
+    predicted number of seconds that it still has to run. `served` is the number of tokens that were computed for its
+    tenant.
     """
 
     order: int
@@ -29,37 +30,39 @@ class SchedulingCandidate:
 
 
 class SchedulingPolicy(Protocol):
-    """A rule for the order in which sequences are served and preempted. Ranks are tuples that are compared; the
-    smallest is first. `now_s` is the present time in seconds.
+    """A rule for the order in which sequences are served, and in which they lose their blocks when blocks are short.
+    Its ranks are tuples that are compared; the smallest is first. `now_s` is the present time in seconds.
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a sequence that waits to be admitted, or for prompt tokens in a step. The smallest rank is
-        served first.
+        """Return the rank of `candidate`, a sequence that waits to run or has prompt tokens to compute. The sequence
+        with the smallest rank is served first.
         """
         ...
 
     def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a running sequence for the case that blocks are short: the sequence with the largest rank
-        is preempted first.
+        """Return the rank of the running sequence `candidate` for the case that blocks are short: the sequence with the
+        largest rank loses its blocks first.
         """
         ...
 
     def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
-        """Return the priority level that `candidate` keeps if it is admitted now."""
+        """Return the priority level of `candidate` if it is admitted now; it keeps that level while it runs. A sequence
+        with a higher level is served first.
+        """
         ...
 
     def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
-        """Return True if the sequence `waiting` shall run and `running` be preempted for it, when there is no room for
-        both.
+        """Return True if the running sequence `running` should lose its blocks so that `waiting` can run, when there is
+        no room for both.
         """
         ...
 
 
 class FirstCome:
-    """A policy that serves a tenant's requests in the order of arrival; the tenant that was served the fewest tokens
-    goes first. No sequence is displaced by a waiting one. When blocks are short, the latest arrival is preempted, so
-    the oldest always finishes.
+    """A policy that serves the tenant that was served the fewest tokens first, and a tenant's requests in the order of
+    arrival. A waiting sequence never displaces a running one. When blocks are short, the latest arrival loses its
+    blocks, so the oldest always finishes.
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
@@ -76,9 +79,10 @@ class FirstCome:
 
 
 class ShortestRemaining:
-    """A policy that serves the sequence with the shortest predicted remaining time first. Each second since its arrival
-    counts as `ageing` seconds less remaining time, so that long requests are not delayed for ever. A running sequence
-    is displaced only by one that is ahead by more than a quarter of the running one's remaining time.
+    """A policy that serves the sequence with the shortest predicted remaining time first. Each second since a
+    sequence's arrival counts as `ageing` seconds less remaining time, so that long requests are not delayed for ever. A
+    waiting sequence displaces a running one only if its time is shorter by more than a quarter of the running one's
+    time.
     """
 
     def __init__(self, ageing: float) -> None:
@@ -102,9 +106,9 @@ class ShortestRemaining:
 
 
 class PriorityFirst:
-    """A policy that serves the highest priority level first, and displaces running sequences of lower levels. Within a
-    level the least served tenant, then the first arrival, goes first. A waiting sequence rises by one level every
-    `level_s` seconds and keeps the level at which it is admitted.
+    """A policy that serves the highest priority level first, and lets a waiting sequence displace a running one of a
+    lower level. Within a level the tenant that was served the fewest tokens, then the first arrival, goes first. A
+    waiting sequence rises by one level every `level_s` seconds and keeps the level with which it begins to run.
     """
 
     def __init__(self, level_s: float) -> None:
@@ -124,8 +128,8 @@ class PriorityFirst:
 
 
 def choose_policy(name: str, *, ageing: float, level_s: float) -> SchedulingPolicy:
-    """Return the policy `name`: "fcfs", "shortest" (with `ageing`) or "priority" (with `level_s` seconds a level).
-    Raises ValueError for another name.
+    """Return the scheduling policy called `name`: "fcfs", "shortest" (with its parameter `ageing`) or "priority" (with
+    its parameter `level_s`). Raises ValueError for another name.
     """
     match name:
         case "fcfs":

@@ -18,8 +18,9 @@ _MEMORY = 0.05
 
 
 class Preemption:
-    """The part of the engine that takes a running sequence's blocks and gives them back later. Blocks are either
-    swapped (copied to the memory `host` and back) or dropped and computed again, by the estimated cost of each.
+    """The part of the engine that takes the pool blocks of a running sequence and gives it blocks again later. It
+    either swaps them (copies them to the memory `host` and back) or drops them, so that they are computed again,
+    whichever is estimated to cost less.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """The estimated number of times, at most 1, that a sequence will be swapped before it ends, averaged over ended
-        sequences.
+        """The average number of swaps (copies of a sequence's blocks to host memory and back) of the sequences that
+        have ended, at most 1. It is the estimate for running ones.
         """
         return min(self._swaps_a_sequence, 1.0)
 
@@ -53,8 +54,8 @@ class Preemption:
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
-        """Take the blocks of the running `sequence`. Return "swap" if they were copied to host memory, "recompute" if
-        they were dropped.
+        """Take the pool blocks of the running `sequence`. Return "swap" if they were copied to host memory, "recompute"
+        if they were dropped.
         """
         sequence.accounts.preemptions += 1
         how: Literal["swap", "recompute"] = "recompute"
@@ -70,8 +71,8 @@ class Preemption:
         return how
 
     def resume(self, sequence: Sequence) -> None:
-        """Give a new or preempted `sequence` the blocks it needs to run; swapped blocks are copied back. Raises
-        PoolExhausted, with nothing changed, if the pool has too few.
+        """Give a new or preempted `sequence` the pool blocks that it needs to run. Blocks that were copied to host
+        memory are copied back. Raises PoolExhausted, with nothing changed, if the pool has too few blocks.
         """
         if sequence.swapped is not None:
             self._swap_in(sequence, sequence.swapped)
@@ -79,13 +80,13 @@ class Preemption:
             sequence.block_table = self._space.claim(sequence.request.tenant, sequence.tokens[: sequence.length])
 
     def price(self, sequence: Sequence) -> int:
-        """Return by how many blocks `resume(sequence)` would lower the number of available blocks in the pool."""
+        """Return the number of available pool blocks that `resume(sequence)` would use up."""
         if sequence.swapped is not None:
             return self._space.price_again(sequence.length, sequence.swapped.path)
         return self._space.price(sequence.request.tenant, sequence.tokens[: sequence.length])
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the host memory of `sequence`, which was swapped out and has ended."""
+        """Free the host memory to which the blocks of `sequence` were copied; the sequence has ended."""
         if sequence.swapped is not None:
             self._host.free(sequence.swapped.places)
             sequence.swapped = None

@@ -21,8 +21,9 @@ class RequestSettings:
     """The settings of one request: how its answers are sampled and when they end. max_tokens: the most tokens of each
     of the `n` answers. stop: strings that end an answer and are never shown. ignore_end: go on after an end-of-text
     token. logprobs: None, or k to report the log probabilities of the chosen and the k likeliest tokens, before
-    sampling settings apply. store: put computed blocks into the daemon. next_step: returns what follows an answer,
-    given its token ids; a hint for the daemon. constraint: makes one constraint for each answer.
+    sampling settings apply. store: put computed blocks into the daemon. next_step: a function that says which request
+    will follow an answer, given the answer's token ids; the daemon gets it as a hint. constraint: a function that makes
+    the constraint (such as a grammar) of an answer.
     """
 
     max_tokens: int = 256

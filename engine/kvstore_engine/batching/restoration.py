@@ -31,9 +31,9 @@ from kvstore_restore.pointers import ChunkState, Pointers
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The storage blocks `portion` (a range of block numbers) that are being copied while a step computes. `computed`
-    and `furthest` are the sequence's values before the copy, and `new` the prompt tokens counted as restored, for
-    undoing it.
+    """A copy of the storage blocks with the numbers `portion` into the pool that runs while a step computes.
+    `computed`, `furthest` and `new` are what is needed to undo its effects on the sequence: the former values of its
+    two positions, and the number of prompt tokens counted as restored.
     """
 
     load: PoolLoad
@@ -45,8 +45,8 @@ class Arriving:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Restoration(RestoreProgress):
-    """The state of restoring the stored K/V blocks of one `sequence` from the daemon. `tokens` are the tokens of the
-    blocks that may be restored. A chunk is one storage block; chunk 0 is the block `first`.
+    """The state of restoring the stored K/V of one `sequence` from the daemon. `tokens` are the tokens of the storage
+    blocks that may be restored. Methods that speak of chunks count the same storage blocks from number `first` on.
     """
 
     sequence: Sequence
@@ -72,14 +72,14 @@ class Restoration(RestoreProgress):
 
     @property
     def is_all_mapped(self) -> bool:
-        """True if mapped blocks remain to be copied and every found block is mapped, so that none must be loaded from a
-        slower tier.
+        """True if all blocks that the daemon has are mapped into this process, so that none must be loaded from a
+        slower tier, and some of them are not copied into the pool yet.
         """
         return self.next_mapped < self.mapped_end >= min(self.resident, len(self.lookup.tiers))
 
     def make_plan(self, tiers: tuple[str, ...], restoring: Restoring, step_tokens: int) -> None:
-        """Decide which blocks, from block `first` on, are loaded and which are computed. `tiers` names the tier of each
-        of them, `restoring` may force loading, and `step_tokens` is the most prompt tokens in a step.
+        """Decide which storage blocks, from number `first` on, are loaded and which are computed. `tiers` has the name
+        of each such block's tier. `restoring` "load" forces loading. `step_tokens` is the most prompt tokens in a step.
         """
         self.tiers, size = tiers, self.chunk_tokens
         known = self.learned.costs(*tiers)
@@ -108,7 +108,9 @@ class Restoration(RestoreProgress):
         return max(computed, (self.first + chunks.stop) * self.chunk_tokens) if chunks else computed
 
     def note_computed(self) -> None:
-        """Note that the chunks before the sequence's `computed` position have been computed and need not be loaded."""
+        """Note that the storage blocks before the sequence's `computed` position have been computed, so that they need
+        not be loaded.
+        """
         pointers, computed = self.pointers, self.sequence.computed // self.chunk_tokens
         while not pointers.is_done and self.first + pointers.head + 1 <= computed:
             pointers.computed_chunk(pointers.head)
@@ -120,8 +122,8 @@ class Restoration(RestoreProgress):
                 self.copied.add(block)
 
     def is_wanted(self, block: int) -> bool:
-        """Return True if the storage block number `block`, which has arrived, is still needed. If it was computed
-        meanwhile, return False and count it as loaded in vain.
+        """Return True if the storage block number `block`, which has arrived from the daemon, is still needed. If it
+        was computed meanwhile, return False, and count it as loaded and computed.
         """
         if not self.is_meeting or block < self.first:
             return False
@@ -131,12 +133,12 @@ class Restoration(RestoreProgress):
         return True
 
     def lose(self) -> None:
-        """Give up the chunks that have not arrived; they will be computed."""
+        """Give up the storage blocks that have not arrived from the daemon. They will be computed."""
         self.lost += len(self.pointers.stored())
         self.pointers.lose_all()
 
     def report(self, now_s: float) -> RestoreReport:
-        """Return the figures of what was restored until the time `now_s` (seconds)."""
+        """Return figures about the blocks that were restored until the time `now_s` (seconds)."""
         copied = len(self.copied) if self.resumes_at is None or self.resumed else 0
         load_s, compute_s = self.alone
         return RestoreReport(
@@ -182,8 +184,8 @@ class Restoration(RestoreProgress):
 
 
 class Filler:
-    """A copier of leased blocks from the daemon's memory into the blocks of `space`, by `copies`, before a step or
-    while it computes. It is for one thread.
+    """A copier of leased storage blocks from the daemon's memory into the pool blocks of sequences, which `space`
+    allocates. It uses `copies`, before a step or while a step computes. It is for one thread.
     """
 
     def __init__(self, space: BlockSpace, copies: PoolCopies) -> None:
@@ -191,8 +193,9 @@ class Filler:
         self.steps_wait = copies.waits_by_layer  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
-        """Copy the storage blocks with the numbers `portion` of a prefix into the pool; the first block of `lease` has
-        the number `base`. Return False, with none of them counted, if the lease ended before the copies did.
+        """Copy the storage blocks with the numbers `portion` of a sequence's prefix into its pool blocks. The first
+        block of `lease` has the number `base`. Return False if the lease ended before the copies did; then none of the
+        blocks counts as restored.
         """
         if not self._load(restoration, lease, base, portion).finish():
             return False
@@ -201,8 +204,9 @@ class Filler:
         return True
 
     def begin(self, restoration: Restoration, lease: KvLease) -> None:
-        """Start to copy all mapped blocks of `restoration` while a step computes. The sequence counts as restored at
-        once. Before the step's results are used, `end` must confirm the copies.
+        """Start to copy all mapped storage blocks of `restoration` into the pool while a step computes. `lease` is the
+        lease on them. Their tokens count as restored at once, but `end` must confirm the copies before the step's
+        results are used.
         """
         sequence, portion = restoration.sequence, range(restoration.next_mapped, restoration.mapped_end)
         computed, furthest = sequence.computed, sequence.furthest
@@ -212,8 +216,8 @@ class Filler:
         restoration.arriving = Arriving(load, portion, computed, furthest, new)
 
     def end(self, restoration: Restoration) -> bool:
-        """Wait for the copies that `begin` started. Return True if all blocks have come; otherwise return False with
-        the sequence as it was before `begin`.
+        """Wait for the copies that `begin` started for `restoration`. Return True if all blocks were copied. Otherwise
+        return False; the sequence is then as it was before `begin`.
         """
         arriving, restoration.arriving = restoration.arriving, None
         assert arriving is not None
@@ -229,7 +233,9 @@ class Filler:
         return True
 
     def pass_copied(self, restoration: Restoration) -> None:
-        """Advance the sequence of `restoration` past the copied blocks that directly follow its computed tokens."""
+        """Count the tokens of copied blocks that directly follow the computed tokens of the sequence of `restoration`
+        as computed.
+        """
         sequence, size = restoration.sequence, restoration.chunk_tokens
         begin = end = sequence.computed
         while end // size in restoration.copied:

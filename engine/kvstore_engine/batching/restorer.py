@@ -38,9 +38,9 @@ Ended = tuple[Sequence, RestoreReport, RestorationRecord]
 
 
 class Restorer:
-    """The part of the engine that restores stored prefixes from the daemon into blocks of `space`, several sequences at
-    a time. `copies` copies blocks. `costs` estimates which loads save time, and learns from each one. `step_tokens` is
-    the most prompt tokens in a step.
+    """The part of the engine that restores stored K/V blocks from the daemon into pool blocks of `space`, for several
+    sequences at a time. `copies` copies blocks. `costs` estimates which loads save time, and learns from each one.
+    `step_tokens` is the most prompt tokens in a step.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Restorer:
 
     @property
     def is_loading(self) -> bool:
-        """True while blocks are being loaded from a tier that is slower than mapped memory."""
+        """True while the daemon loads blocks from a slower tier into memory that this process maps."""
         return self._loading is not None and self._loading.stream is not None and not self._loading.stream.done
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Restorer:
 
     def begin(self, sequence: Sequence) -> bool:
         """Ask the daemon for the stored blocks of `sequence`, and return True. Return False if no session is connected
-        or no block could be saved. Later calls of `advance` continue the restoration and report its end.
+        or no block could be restored. Later calls of `advance` continue the restoration and report its end.
         """
         session = sequence.session
         if session is None or session.state != "connected" or self._restoring == "compute":
@@ -115,7 +115,9 @@ class Restorer:
         return True
 
     def drop(self, sequence: Sequence) -> None:
-        """End the restoration of `sequence`, which has ended or loses its blocks. It does nothing if there is none."""
+        """Give up the restoration of `sequence`, which has ended or loses its pool blocks. Without a restoration of it,
+        nothing happens.
+        """
         restoration = self._under_way.get(sequence)
         if restoration is not None:
             self._leave(restoration)
@@ -123,8 +125,8 @@ class Restorer:
                 node.requested = False  # the answer was not used
 
     def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
-        """Wait until the daemon has answered something, at most `timeout_s` seconds. With `is_quick` it waits only for
-        lookups, and not for blocks being loaded.
+        """Wait until the daemon has sent an answer or a block, at most `timeout_s` seconds. With `is_quick` it waits
+        only if the answer to a lookup is missing, not for blocks that are being loaded.
         """
         under_way = self._under_way.values()
         lookups = [each.lookup for each in under_way if not each.is_answered]
@@ -140,7 +142,8 @@ class Restorer:
 
     def settle(self) -> tuple[bool, list[Ended]]:
         """Wait for the blocks that were copied while a step computed; call it before the step's results are used.
-        Return False if some were lost, so that the step must have no effect, and the list of restorations that ended.
+        Return two values. The first is False if some of these blocks were lost, so that the step's results must be
+        dropped. The second lists the restorations that ended.
         """
         done, is_sound = [], True
         for restoration in [each for each in self._under_way.values() if each.arriving is not None]:
@@ -163,8 +166,8 @@ class Restorer:
                 restoration.note_step(part.begin, part.end - part.begin, begin_s, begin_s + seconds)
 
     def advance(self, budget_s: float) -> list[Ended]:
-        """Continue all restorations, copying for about `budget_s` seconds. Return the ended ones: sequence, report and
-        record.
+        """Continue all restorations, and copy blocks into the pool for about `budget_s` seconds. Return the
+        restorations that ended, each as a sequence, its report and its record.
         """
         done = []
         now = self._clock()

@@ -21,8 +21,8 @@ _BLOCKS_A_STEP = 2  # that a decoding sequence takes at most: a new one, a copy 
 
 
 class RunQueue:
-    """The lists of the sequences that wait and that run; at most `places` run at once. It admits, displaces and
-    preempts them in the order of `policy`.
+    """The lists of the sequences that wait and that run; at most `places` run at once. In the order of `policy`, it
+    lets waiting sequences run, and takes the blocks of running ones when blocks are short.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunQueue:
         return bool(self.waiting or self.running)
 
     def enter(self, sequence: Sequence) -> None:
-        """Count the new `sequence` for its tenant. The caller calls `wait` or `run` next."""
+        """Add the new `sequence` to the count of its tenant's sequences. The caller calls `wait` or `run` next."""
         self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
@@ -91,8 +91,8 @@ class RunQueue:
         self._look_again_s = 0.0
 
     def admit(self) -> None:
-        """Move waiting sequences to the running ones, in the policy's order, while places and blocks are free. Running
-        ones may be displaced.
+        """Let waiting sequences run, in the policy's order, while a place and enough pool blocks are free. Running
+        sequences may lose theirs to a waiting one, if the policy says so.
         """
         now = self._clock()
         # A sequence that cannot be admitted now can be once another ends or arrives, or, by displacement, after a
@@ -104,8 +104,8 @@ class RunQueue:
                 return
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Preempt the running sequence that the policy gives up first, perhaps `sequence` itself, to free blocks.
-        Return False, with nothing preempted, if only one sequence runs.
+        """Take the pool blocks of the running sequence that the policy gives up first, perhaps of `sequence` itself.
+        Return False, with nothing changed, if only one sequence runs.
         """
         order = self._yielding_order()
         if len(order) < 2:
@@ -114,13 +114,13 @@ class RunQueue:
         return True
 
     def next_to_yield(self) -> Sequence | None:
-        """Return the running sequence that a shortage of blocks would preempt first, or None if none runs."""
+        """Return the running sequence that loses its pool blocks first when blocks are short, or None if none runs."""
         order = self._yielding_order()
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Return the running sequences that have one token to compute next. If blocks are short, the one that is
-        preempted last comes first.
+        """Return the running sequences whose next step computes one token of an answer. If pool blocks are short, the
+        sequence that is the last to lose its blocks comes first.
         """
         is_short = self._space.available_blocks < _BLOCKS_A_STEP * len(self.running)
         return [each for each in (self._yielding_order() if is_short else self.running) if each.is_decoding]
@@ -132,7 +132,9 @@ class RunQueue:
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """Return how many waiting sequences would be served before one more of `tenant`, if the tenants take turns."""
+        """Return how many of the waiting sequences would be served before a further one of `tenant`, if the tenants
+        take turns.
+        """
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 

@@ -84,8 +84,8 @@ class Scheduler:
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
     def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
-        """Learn that computing `batch` took `seconds`. `beside_loading` is True if blocks were loaded meanwhile, which
-        slows a step.
+        """Learn for later plans that computing `batch` took `seconds`. `beside_loading` is True if blocks were loaded
+        from the daemon meanwhile, which slows a step.
         """
         pieces = [(part.end - part.begin, part.begin) for part in batch.parts]
         self._costs.observe_batch(pieces, seconds, beside_loading=beside_loading)
@@ -93,8 +93,8 @@ class Scheduler:
         self.statistics.stepped(seconds, len(batch.decodes))
 
     def tidy(self, steps: int) -> None:
-        """Do small repairs after step number `steps`. Every eighth step may return unused host memory, and move the
-        blocks together that would be swapped next.
+        """Do small pieces of maintenance after step number `steps`. Every eighth step may return unused host memory to
+        the system, and move together the blocks of the sequence that would be swapped out next.
         """
         if steps % _TIDY_STEPS == 0:
             self.host.trim_if_unused()

@@ -26,8 +26,9 @@ _Key = tuple[str, int] | str | None
 
 
 class SchedulingStatistics:
-    """The predictions and counts of an engine's sequences that scheduling policies use. `costs` predicts computing
-    times; ended answers predict lengths. `prefill_tokens` is the most prompt tokens in a step.
+    """The predictions and counts about an engine's sequences that scheduling policies use. `costs` predicts computing
+    times; the lengths of ended answers predict the lengths of others. `prefill_tokens` is the most prompt tokens in a
+    step.
     """
 
     def __init__(self, costs: LearnedCosts, prefill_tokens: int, *, predicts: bool) -> None:
@@ -73,17 +74,17 @@ class SchedulingStatistics:
 
     @property
     def step_s(self) -> float:
-        """The average seconds of recent steps that computed next tokens of answers."""
+        """The average seconds of recent steps in which answers got their next tokens."""
         return self._costs.batch_s([(1, 0)]) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:
-        """Return the predicted seconds until `waiting` sequences have been admitted to `places` places. It is 0 until a
-        first answer has ended.
+        """Return the predicted seconds until `waiting` sequences have begun to run, when `places` sequences can run at
+        once. It is 0 until a first answer has ended.
         """
         return waiting * (self._service_s or 0.0) / places
 
     def stepped(self, seconds: float, decodes: int) -> None:
-        """Learn that a step with `decodes` next tokens of answers took `seconds`."""
+        """Learn that a step took `seconds` in which `decodes` sequences computed the next token of an answer."""
         if decodes:
             old = seconds if self._step_s is None else self._step_s
             self._step_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds
@@ -132,14 +133,16 @@ class VirtualTokens:
             self._served[tenant] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def served(self, tenant: str) -> float:
-        """Return the count of `tenant`. Only differences between tenants have a meaning."""
+        """Return the count of `tenant`, a number of tokens. Only the differences between the counts of tenants have a
+        meaning.
+        """
         return self._served.get(tenant, 0.0)
 
 
 class LengthPredictor:
-    """A predictor of the number of tokens of an answer, from answers that have ended: of the tenant's to prompts of
-    similar length, or all of the tenant's, or all, whichever is the first with enough of them. Older answers count
-    less.
+    """A predictor of the number of tokens of an answer, from answers that have ended. It uses the tenant's answers to
+    prompts of similar length; if they are too few, all answers of the tenant, otherwise all answers. Older answers
+    count less.
     """
 
     def __init__(self) -> None:

@@ -20,9 +20,9 @@ from kvstore_engine.restore.session import KvSession
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer (number `index`) of `request` while it is computed: its tokens, the number of them that are computed,
-    and the blocks it holds. `order` numbers arrivals; `length` is the number of known tokens; `furthest` is the most
-    tokens that were ever computed.
+    """The state of one answer (number `index`) of `request` while it is computed: its tokens, how many of them have K/V
+    (`computed`), and the pool blocks it holds. `order` numbers arrivals; `length` is the number of known tokens;
+    `furthest` is the most tokens that ever had K/V.
     """
 
     request: Request
@@ -52,23 +52,25 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """The number of known tokens whose K/V are not computed yet."""
+        """The number of this answer's known tokens, prompt included, whose K/V are not computed yet."""
         return self.length - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        """True if only the last generated token is left to compute."""
+        """True if only one token is left to compute, the last one that was generated."""
         return self.generated > 0 and self.left == 1
 
     @property
     def held(self) -> BlockTable:
-        """The block table of a sequence that runs. A waiting sequence has none, and this fails."""
+        """The table of the pool blocks that this running sequence holds. A waiting sequence holds none, and then this
+        fails.
+        """
         assert self.block_table is not None, "the sequence holds no blocks"
         return self.block_table
 
     def advance_to(self, end: int, source: str) -> int:
-        """Record that the K/V of the first `end` tokens are ready, where the new ones come from `source`: "local",
-        "daemon" or "computed". Return how many prompt tokens became ready for the first time.
+        """Record that the first `end` tokens have K/V. `source` says where the K/V of the new ones came from: "local",
+        "daemon" or "computed". Return how many prompt tokens have K/V for the first time.
         """
         accounts = self.accounts
         new = max(0, min(end, self.prompt_tokens) - max(self.computed, min(self.furthest, self.prompt_tokens)))
@@ -84,8 +86,8 @@ class Sequence:
         return new
 
     def retreat_to(self, computed: int, furthest: int, new: int) -> None:
-        """Undo an `advance_to` from "daemon" whose blocks did not come: set back `computed` and `furthest`, and
-        subtract the `new` prompt tokens.
+        """Undo an `advance_to` with the source "daemon" whose blocks did not arrive. `computed` and `furthest` are the
+        former positions, and `new` the number of prompt tokens that it had returned.
         """
         self.accounts.daemon -= new
         self.computed, self.furthest = computed, furthest
@@ -112,8 +114,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class Accounts:
-    """The counts of a sequence from which `Usage` is made: prompt tokens by their source, and times of its events in
-    seconds.
+    """The counts of one answer for its `Usage`: prompt tokens by the source of their K/V, and the times of its events
+    in seconds.
     """
 
     local: int = 0

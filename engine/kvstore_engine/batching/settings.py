@@ -14,25 +14,23 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The engine's limits and choices.
+    """The limits and choices of an inference engine. policy: the scheduling policy's name. context: the most tokens of
+    a prompt and its answer; None: as many as the compute object and the pool allow. max_running: the most sequences in
+    a step; the compute object's own limit applies as well.
 
-    policy:          which sequences are served first (`policies`).
-    context:         most tokens of a prompt and its answer; None: as many as the compute object and the pool allow.
-    max_running:     most sequences in a step; the compute object's own limit applies as well.
-    prefill_tokens:  most prompt tokens in a step without decodes.
-    step_stretch:    with decodes running, a step may take this many times as long as one without prompts, or as the
-                     steps before it,
-    step_most_stretch: but at most this many times as long as one in which all running sequences decode;
-    step_floor_s:    or this long, if that is more.
-    max_queued:      most requests that wait; one more is Overloaded. Each tenant is sure of its share.
-    max_queue_s:     a request is Overloaded, too, if its expected wait is longer than this.
-    swap_bytes:      bytes of the host pool for swapped sequences; 0: always recompute.
-    ageing:          "shortest": seconds of remaining work that a second of waiting counts for.
-    level_s:         "priority": seconds of waiting that count for one level.
-    compaction:      move a sequence's scattered blocks together if that pays.
-    restoring:       stored blocks are restored as planned, by loading and computing at once or by the quicker of the
-                     two; always by loading ("load"); or never ("compute").
-    prefix_sharing:  share blocks among the requests of a tenant.
+    prefill_tokens: the most prompt tokens in a step in which no answer gets a token. A step in which answers get tokens
+    may take `step_stretch` times the time that it takes without prompts, or that recent steps took. It may take at most
+    `step_most_stretch` times a step in which all running answers get a token. It may always take `step_floor_s`
+    seconds.
+
+    max_queued: the most requests that wait; one more is Overloaded, but each tenant is sure of its share. max_queue_s:
+    a request is also Overloaded if its expected wait is longer than this. swap_bytes: the bytes of host memory for the
+    blocks of preempted answers; 0: they are computed again. ageing, level_s: parameters of the policies "shortest" and
+    "priority".
+
+    compaction: move a sequence's scattered blocks together if that saves time. restoring: how stored blocks are
+    restored: as planned; always by loading ("load"); or never ("compute"). prefix_sharing: share blocks of equal
+    prefixes among the requests of a tenant.
     """
 
     policy: PolicyName = "fcfs"

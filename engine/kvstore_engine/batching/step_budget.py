@@ -23,10 +23,10 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class StepBudget:
-    """A limit on the prompt tokens of a step, so that answers in progress do not stutter. A step may take the longest
-    of three times: `stretch` times what the next tokens alone take, `stretch` times the median of recent steps, and
-    `floor_s` seconds. The first two are capped at `most_stretch` times a step in which all running sequences compute a
-    next token.
+    """A limit on the prompt tokens of a step, so that answers in progress are not delayed. A step may take the longest
+    of three times: `stretch` times the time of the answers' next tokens alone, `stretch` times the median of recent
+    steps, and `floor_s` seconds. The first two are at most `most_stretch` times a step in which all running sequences
+    compute a next token.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class StepBudget:
         self._target_s = floor_s
 
     def tokens(self, decodes: Pieces, prompts: Pieces) -> int:
-        """Return how many prompt tokens fit into a step beside `decodes`: whole blocks, at least one. Both parameters
-        are pairs of tokens and position; `prompts` are the running sequences with prompt tokens left, of which the
-        first is computed.
+        """Return how many prompt tokens the next step may have: whole blocks, at least one. Both parameters list
+        sequences as pairs of tokens and position. `decodes` are the sequences that compute the next token of an answer,
+        `prompts` the ones with prompt tokens left, of which the first is computed first.
         """
         if not decodes:
             self._recent_s.clear()
@@ -68,7 +68,7 @@ class StepBudget:
         return few * self._block
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
-        """Learn that the step that was planned last, with `prefill_tokens` prompt tokens, took `seconds`."""
+        """Learn for later steps that the step of `decodes` with `prefill_tokens` prompt tokens took `seconds`."""
         if not decodes:
             return
         self._recent_s.append(seconds)

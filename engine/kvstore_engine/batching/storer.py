@@ -30,7 +30,7 @@ class _SequencePut(QueuedPut):
 
 
 class Storer:
-    """The part of the engine that puts computed blocks of `space` into the daemon, each once, and sends it hints.
+    """The part of the engine that sends computed blocks of `space` to the daemon for storing, each once, and hints.
     `copies` reads the blocks. A thread of its own talks to the daemon.
     """
 
@@ -42,12 +42,12 @@ class Storer:
 
     @property
     def outstanding(self) -> int:
-        """The number of puts that have not ended."""
+        """The number of puts (requests to store blocks) that have not ended."""
         return self._queue.outstanding
 
     def offer(self, sequence: Sequence, *, is_last: bool = False) -> None:
-        """Queue a put of the whole storage blocks that `sequence` has computed since the last call. `is_last` says that
-        it has ended.
+        """Queue the whole storage blocks that `sequence` has computed since the last call, to be stored in the daemon.
+        `is_last` says that the sequence has ended.
         """
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
@@ -73,8 +73,8 @@ class Storer:
         sequence.offered_blocks = first
 
     def hint_end(self, sequence: Sequence, *, by_itself: bool) -> None:
-        """Tell the daemon that the answer of `sequence` has ended, with its length and, if it ended `by_itself`, what
-        follows it. The daemon uses that for eviction.
+        """Send the daemon a hint that the answer of `sequence` has ended, with the answer's length. If the answer ended
+        `by_itself`, the hint also says which request of the conversation follows. The daemon uses it for eviction.
         """
         is_first = not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
@@ -82,8 +82,8 @@ class Storer:
             self._hint(sequence, sequence.computed, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
-        """Tell the daemon that `sequence` will run in about `wait_s` seconds, so that it keeps the stored blocks of the
-        prompt.
+        """Send the daemon a hint that `sequence` will run in about `wait_s` seconds, so that it keeps the stored blocks
+        of the prompt.
         """
         self._hint(sequence, sequence.prompt_tokens, due_in_s=wait_s)
 
@@ -102,20 +102,22 @@ class Storer:
             self._queue.hint(QueuedHint(session, whole, answer_tokens, due_in_s, next_step))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Unpin the blocks whose put has ended, and hand over the next put (with `everything`, all puts), waiting up to
-        `patience_s` seconds for it.
+        """Release the blocks of puts (requests to store blocks) that have ended, and give the thread the next put. With
+        `everything` it gets all puts. Wait up to `patience_s` seconds until it can take them.
         """
         self._collect(self._queue.finished())
         self._queue.settle(patience_s, everything=everything)
         self._collect(self._queue.finished())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the puts that were handed over have ended, at most `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds until the daemon has answered the puts (requests to store blocks) that the
+        thread has got.
+        """
         self._queue.wait(timeout_s)
         self._collect(self._queue.finished())
 
     def close(self) -> None:
-        """Finish the queued puts, each of which has a deadline, and stop the thread."""
+        """Finish the queued puts (requests to store blocks), each of which has a time limit, and stop the thread."""
         self._queue.settle(0.0, everything=True)
         self._collect(self._queue.close())
 

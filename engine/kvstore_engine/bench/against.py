@@ -37,8 +37,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The settings of a comparison of this engine with llama.cpp. `program` is a stock llama-server; None takes the one
-    in the wheel `xllamacpp`. `concurrency` lists numbers of clients; each figure is the median of `rounds` turns.
+    """The settings of a comparison of this engine with llama.cpp. `program` is the path of a llama-server; None takes
+    the one in the wheel `xllamacpp`. `concurrency` lists numbers of clients. Each figure is the median of `rounds`
+    measurements of each side, made in turns.
     """
 
     model: Path
@@ -53,8 +54,9 @@ class Comparison:
 
 
 def compare(wanted: Comparison, progress: Progress, *, server: bool = True, decode: bool = True) -> dict[str, Any]:
-    """Measure this engine and llama.cpp in turns, and return one row of figures for each number of clients, with the
-    facts that make the sides comparable. `progress` gets a line after each row.
+    """Measure this engine and llama.cpp in turns, as `wanted` says. Return rows of figures, one for each number of
+    clients, and facts that show whether the two can be compared. `server` includes the servers over HTTP, `decode`
+    decoding without HTTP. `progress` gets a line of text after each row.
     """
     builds = _Builds()
     with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
@@ -134,15 +136,17 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
 
 
 def turn_loads(wanted: Comparison, sizes: LoadSettings) -> list[Workload]:
-    """Return a load for each turn, with prompts that differ from turn to turn, so that no side finds blocks of an
-    earlier turn.
+    """Return the requests for each turn of the comparison `wanted`, in the given `sizes`. The prompts differ from turn
+    to turn, so that no server has blocks of an earlier turn.
     """
     seeds = [sizes.seed + 100 * turn for turn in range(wanted.rounds)]
     return [make_load(wanted.load_name, replace(sizes, seed=seed)) for seed in seeds]
 
 
 def context_for(turns: Sequence[Workload]) -> int:
-    """Return the context in tokens that the longest request of `turns` needs, rounded up to 256."""
+    """Return the context in tokens that the longest request in the loads `turns` needs, rounded up to a multiple of
+    256.
+    """
     return -(-(max(load.longest_tokens for load in turns) + 1) // _PAD_TOKENS) * _PAD_TOKENS
 
 
@@ -179,9 +183,10 @@ def _ratios(figures: dict[str, dict[str, float]], builds: _Builds) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeeds:
-    """The decode speeds of the sides of a comparison at one number of sequences: `per_s` is tokens a second by side,
-    the median of its turns. `core_wait` is the share of a side's time in which its threads waited for a core; above
-    about 0.05 the machine was too busy for the figures to mean much.
+    """The decoding speeds of this engine and of llama.cpp with several settings (the sides of a comparison), at one
+    number of sequences. `per_s` has the tokens a second of each side by name, the median of its turns. `core_wait` has
+    the share of its time in which its threads waited for a core; above about 0.05 the machine was too busy for the
+    figures to mean much.
     """
 
     per_s: dict[str, float]
@@ -189,13 +194,17 @@ class DecodeSpeeds:
 
     @property
     def best(self) -> float:
-        """Tokens a second of llama.cpp at the faster of its two settings without a unified cache."""
+        """The tokens a second of llama.cpp with the faster of its two settings that give each sequence a K/V buffer of
+        its own.
+        """
         return max(self.per_s[_PLAIN], self.per_s[_FLASH])
 
 
 @contextlib.contextmanager
 def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, ServerChild]]:
-    """Return a context manager that starts a process for each side of a comparison and gives them by name."""
+    """Start a child process for each side of a comparison (this engine, and llama.cpp with several settings), and give
+    the `with` block the processes by name. They run the model file `model` with `threads` threads.
+    """
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         contextlib.closing(ServerChild(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
@@ -208,8 +217,8 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
 def decode_speeds(
     sides: dict[str, ServerChild], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
 ) -> DecodeSpeeds:
-    """Decode with `count` sequences on each side, in `rounds` turns of `steps` steps, and return the speeds. `ours` are
-    further settings for this engine.
+    """Let each process in `sides` decode `count` sequences, in `rounds` turns of `steps` steps, after prompts of
+    `prompt_tokens` tokens. Return the speeds. `ours` are further settings for this engine alone.
     """
     settings: dict[str, dict[str, object]] = {
         OURS: ours,

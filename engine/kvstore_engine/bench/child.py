@@ -21,8 +21,8 @@ _END_S = 30.0
 
 
 class ServerChild:
-    """A child process `python -m module arguments...` that answers questions, from its report that it is ready until
-    `close`.
+    """A child process that runs a Python module and answers questions over pipes. It has reported that it is ready when
+    the object is made.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ServerChild:
         return self._read()
 
     def close(self) -> None:
-        """Let the child process end, and kill it if it has not after 30 seconds."""
+        """Ask the child process to end, and kill it if it still runs after 30 seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:

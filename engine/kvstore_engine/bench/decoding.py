@@ -29,8 +29,8 @@ _FIRST_WORD = 300
 
 
 def core_wait_s() -> float:
-    """Return the seconds that all threads of this process have waited for a free core, in sum; 0 if the kernel does not
-    say.
+    """Return the total of seconds that the threads of this process have waited for a free core; 0 if the kernel does
+    not say.
     """
     waited_ns = 0
     with contextlib.suppress(OSError):
@@ -41,7 +41,9 @@ def core_wait_s() -> float:
 
 
 def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
-    """Return one random prompt of token ids for each sequence of `question`, equal on both sides of a comparison."""
+    """Return random prompts of token ids below `vocabulary`, one for each sequence that `question` asks to decode.
+    Equal questions give equal prompts, so that both sides of a comparison get the same ones.
+    """
     random = np.random.Generator(np.random.PCG64(question["seed"]))
     most = question["prompt_tokens"]
     lengths = random.integers(max(1, most - most // 4), most + 1, question["sequences"])
@@ -50,7 +52,7 @@ def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
 
 
 def context_tokens(question: dict[str, Any]) -> int:
-    """Return the context in tokens that one sequence of `question` needs."""
+    """Return the context in tokens that one of the sequences needs that `question` asks to decode."""
     needed = question["prompt_tokens"] + question["steps"] + _WARM_STEPS + 1
     return int(-(-needed // _ROUND_TOKENS) * _ROUND_TOKENS)
 

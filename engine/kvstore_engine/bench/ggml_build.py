@@ -59,16 +59,16 @@ def digest(path: Path) -> str:
 
 
 def same_build(ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
-    """Return True if every ggml file of `ours` equals, byte for byte, one of `theirs`. Return False if either list is
-    empty.
+    """Return True if every ggml library file in `ours` has the same bytes as one in `theirs`. Return False if either
+    list is empty.
     """
     our_digests = {digest(path) for path in ours if "llama" not in path.name or "xllamacpp" in path.name}
     return bool(our_digests) and our_digests <= {digest(path) for path in theirs}
 
 
 def cpu_features(library: Path) -> list[str]:
-    """Return the names of the CPU features for which the ggml library in this file or folder was built. Raises
-    OperationError if it does not say.
+    """Return the names of the CPU features for which the ggml library in the file or folder `library` was built. Raises
+    OperationError if the library does not report them.
     """
     command = [sys.executable, "-m", __name__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

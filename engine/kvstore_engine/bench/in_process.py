@@ -34,8 +34,8 @@ from kvstore_engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BenchEngine:
-    """The settings of an engine for a measurement. `pool_tokens` None gives a pool for `sequences` sequences of the
-    whole context.
+    """The settings of an engine that is to be measured. `pool_tokens` is the size of the K/V pool in tokens; None has
+    room for `sequences` sequences of `context` tokens.
     """
 
     model: Path
@@ -51,7 +51,7 @@ class BenchEngine:
 
 @contextlib.contextmanager
 def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[BatchEngine]:
-    """Return a context manager that gives a batch engine with these settings. Raises UsageError or OperationError if
+    """Open an engine with the settings `wanted` for the time of a `with` block. Raises UsageError or OperationError if
     the model cannot be loaded.
     """
     from kvstore_engine.model.config import ModelConfig
@@ -97,8 +97,8 @@ class _Feeding:
 
 
 class EndsAfter:
-    """A constraint that allows every token and ends the answer after `tokens` tokens, which the scheduler cannot
-    know.
+    """A constraint for measurements that allows every token and ends the answer after `tokens` tokens. The scheduler
+    cannot know that length beforehand.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -123,8 +123,8 @@ def run_in_process(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkRun:
-    """Send the requests of `workload` to `engine` as `arrivals` says, wait for all answers, and return the outcomes
-    with their times.
+    """Send the requests of `workload` to `engine` at the times that `arrivals` gives, wait for all answers, and return
+    the outcome of each request with its times.
     """
     if isinstance(arrivals, ClosedLoop):
         feeding = _Feeding(deque((None, request) for request in workload.requests), arrivals.concurrency)

@@ -58,8 +58,8 @@ class _Batch(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LlamaContextSettings:
-    """The settings of a llama.cpp context. `unified` gives all sequences one K/V buffer; otherwise each has one of
-    `context / sequences` tokens.
+    """The settings of a llama.cpp context, which holds the K/V of sequences. With `unified` all sequences share one K/V
+    buffer of `context` tokens; otherwise each has a buffer of `context / sequences` tokens.
     """
 
     context: int
@@ -98,7 +98,7 @@ class LlamaContext:
         self._row = self._function("llama_get_logits_ith", ct.POINTER(ct.c_float), ct.c_void_p, ct.c_int32)
 
     def close(self) -> None:
-        """Free the context and the model. Idempotent."""
+        """Free the context and the model. A second call does nothing."""
         if self._context:
             self._function("llama_batch_free", None, _Batch)(self._batch)
             self._function("llama_free", None, ct.c_void_p)(self._context)
@@ -106,7 +106,9 @@ class LlamaContext:
             self._context = 0
 
     def prefill(self, sequence: int, tokens: Int32Array) -> int:
-        """Compute the prompt `tokens` for sequence number `sequence`, and return the likeliest next token."""
+        """Compute the prompt `tokens` for sequence number `sequence` with llama.cpp, and return the likeliest next
+        token.
+        """
         size = min(self.settings.batch, self.settings.context)
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -116,8 +118,8 @@ class LlamaContext:
         return self._best(len(part) - 1)
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Compute one token for each of the first `len(tokens)` sequences at `positions`, and return the likeliest next
-        token of each.
+        """Compute one token for each of the first `len(tokens)` sequences, and return the likeliest next token of each.
+        `positions` are the positions of the tokens in their sequences.
         """
         count = len(tokens)
         sequences = np.arange(count, dtype=np.int32)
@@ -178,7 +180,9 @@ class LlamaContext:
 
 
 def llama_library(ggml: Path) -> Path:
-    """Return the path of the library that contains llama.cpp, given the path of ggml."""
+    """Return the path of the library that contains llama.cpp. `ggml` is the path of the ggml library that belongs to
+    it.
+    """
     folder = ggml if ggml.is_dir() else ggml.parent
     beside = sorted(folder.glob("libllama.so*")) + sorted(folder.glob("libllama.dylib"))
     return beside[0] if beside else ggml

@@ -16,8 +16,8 @@ from kvstore_engine.bench.child import answer_questions
 
 
 def serve(model: str, settings: dict[str, Any]) -> str:
-    """Start llama.cpp's server with the model file `model` in this process, and return its address. `settings` are the
-    fields of `servers.LlamaServerSettings`.
+    """Start llama.cpp's server, from the wheel `xllamacpp`, with the model file `model` in this process, and return its
+    address. `settings` are the fields of `servers.LlamaServerSettings`.
     """
     import xllamacpp
 

@@ -35,8 +35,9 @@ class MeasuredServer:
 
 
 def run_over_http(endpoint: MeasuredServer, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
-    """Send the requests of `workload` to the server `endpoint` as `arrivals` says, wait for all answers, and return the
-    outcomes with their times. Raises OperationError if the server cannot be reached.
+    """Send the requests of `workload` to the server `endpoint` at the times that `arrivals` gives, wait for all
+    answers, and return the outcome of each request with its times. Raises OperationError if the server cannot be
+    reached.
     """
     return asyncio.run(_Clients(endpoint).run(workload, arrivals))
 

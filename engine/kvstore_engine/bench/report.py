@@ -36,12 +36,14 @@ Get = Callable[[Case], float]
 
 
 def as_json(about: Mapping[str, object], cases: Sequence[Case]) -> dict[str, object]:
-    """Return the facts `about` a benchmark and all its cases as one dictionary."""
+    """Return a benchmark as one dictionary: the facts `about` it, and all its `cases` (measurements)."""
     return {**about, "cases": [case.as_json() for case in cases]}
 
 
 def as_csv(cases: Sequence[Case]) -> str:
-    """Return the cases as CSV text: a heading with `COLUMNS`, then a line for each case."""
+    """Return the `cases` (measurements) of a benchmark as CSV text: a heading with the names in `COLUMNS`, then a line
+    for each case.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -52,8 +54,8 @@ def as_csv(cases: Sequence[Case]) -> str:
 
 
 def write_files(folder: Path, about: Mapping[str, object], cases: Sequence[Case]) -> list[Path]:
-    """Write bench.json, bench.csv and bench.html to `folder`, and return their paths. Raises OperationError if that
-    fails.
+    """Write the facts `about` a benchmark and its `cases` (measurements) as bench.json, bench.csv and bench.html into
+    `folder`, and return their paths. Raises OperationError if that fails.
     """
     texts = {
         "bench.json": json.dumps(as_json(about, cases), indent=1) + "\n",

@@ -34,8 +34,8 @@ _END_S = 30.0
 @dataclass(frozen=True, slots=True)
 class LlamaServerSettings:
     """The settings of llama.cpp's server. `flash` turns flash attention on or off; None uses it if possible. `context`
-    None is the model's own. `unified` gives all sequences one K/V buffer. `cache_ram_mib` is the size of its prompt
-    cache in DRAM.
+    None is the model's own. With `unified` all sequences share one K/V buffer. `cache_ram_mib` is the size in MiB of
+    its prompt cache in DRAM.
     """
 
     threads: int
@@ -59,7 +59,9 @@ class LlamaServerSettings:
 
 
 def best_on_cpus(threads: int, sequences: int, context: int) -> LlamaServerSettings:
-    """Return the fastest settings of llama.cpp's server on processors. `context` is the tokens of one sequence."""
+    """Return the fastest settings of llama.cpp's server on processors, for `sequences` sequences of `context` tokens
+    each.
+    """
     return LlamaServerSettings(threads, sequences, context * sequences, False, False)
 
 
@@ -79,7 +81,9 @@ class Running:
 def our_server(
     model: Path, threads: int, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """Return a context manager that runs `kvengine serve` with `model` on a free port and gives its address."""
+    """Run `kvengine serve` with `model` on a free port for the time of a `with` block, and give the block its
+    address.
+    """
     port = free_port()
     command = [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", str(model), "--port", str(port)]
     with _program([*command, "--threads", str(threads), *options], port, environment) as running:
@@ -88,8 +92,8 @@ def our_server(
 
 @contextlib.contextmanager
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
-    """Return a context manager that runs llama.cpp's server with `model` and gives its address: the program at
-    `program`, or the one in the wheel `xllamacpp`.
+    """Run llama.cpp's server with `model` for the time of a `with` block, and give the block its address. `program` is
+    the path of the server; None takes the one in the wheel `xllamacpp`.
     """
     if program is None:
         child = ServerChild("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])

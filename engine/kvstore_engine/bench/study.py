@@ -32,8 +32,8 @@ _LEAST_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement of a benchmark: a load, its arrivals and the figures. `ideal_tokens` is the number of prompt
-    tokens to compute if each distinct block is computed once.
+    """One measurement of a benchmark: its load (the requests), the way they arrive, and the figures. `ideal_tokens` is
+    the number of prompt tokens that must be computed if each distinct block is computed once.
     """
 
     load: str
@@ -51,7 +51,9 @@ class Case:
 
     @property
     def evaluated_ratio(self) -> float | None:
-        """The number of prompt tokens that were computed, divided by the ideal; None if the server does not say."""
+        """The number of prompt tokens that were computed, divided by `ideal_tokens`; None if the server does not report
+        it.
+        """
         computed = self.summary.computed_tokens
         return None if computed is None or not self.ideal_tokens else computed / self.ideal_tokens
 
@@ -78,8 +80,8 @@ Progress = Callable[[str], None]
 def study_engine(
     base: BenchEngine, wanted: StudySettings, progress: Progress, observer: Observer | None = None
 ) -> Iterator[Case]:
-    """Measure each load, block size and arrival with an engine in this process, and yield the cases. `observer` is told
-    of the engine's events.
+    """Measure an engine in this process with each load, block size and way of arrival in `wanted`, and yield each
+    measurement. `base` has the engine's other settings. `progress` gets lines of text, `observer` the engine's events.
     """
     for name in wanted.loads:
         workload = make_load(name, wanted.load)
@@ -101,7 +103,9 @@ def study_engine(
 
 
 def study_server(endpoint: MeasuredServer, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
-    """Measure each load and arrival at the server `endpoint`, and yield the cases. Every case has new prompts."""
+    """Measure the server `endpoint` with each load and way of arrival in `wanted`, and yield each measurement. Every
+    measurement has new prompts. `progress` gets lines of text.
+    """
     run_over_http(endpoint, _warm_up(wanted), ClosedLoop(1))
     # A seed for each load, too: of one seed, the shared prefixes of two loads begin alike.
     for number, (arrivals, name) in enumerate(product(wanted.arrivals, wanted.loads)):
@@ -117,8 +121,8 @@ def _warm_up(wanted: StudySettings) -> Workload:
 def case_of(
     workload: Workload, arrivals: Arrivals, run: BenchmarkRun, block_tokens: int | None, progress: Progress
 ) -> Case:
-    """Return the case (the figures of one measurement) for the outcomes `run` of `workload`. `progress` gets one line
-    about it.
+    """Return the measurement of `workload` with the figures of its outcomes `run`. `block_tokens` is the block size of
+    the engine, None if it is unknown. `progress` gets one line about it.
     """
     done = [outcome for outcome in run.outcomes if outcome.ok]
     answered = {outcome.id for outcome in done}  # what failed was not computed either

@@ -15,9 +15,9 @@ from kvstore_engine.profiler.histogram import Histogram
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """The times and counts of one request of a benchmark. `due_s` is when it should be sent, `token_s` the time of each
-    piece of the answer, `reused_tokens` the prompt tokens that were not computed (None: unknown), `message` the reason
-    of a failure.
+    """The times and counts of one request of a benchmark, in seconds from its start. `due_s` is when it should be sent,
+    `token_s` the time of each piece of the answer. `reused_tokens` are the prompt tokens that were not computed (None:
+    unknown), `message` the reason of a failure.
     """
 
     id: str
@@ -53,8 +53,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRun:
-    """The outcomes of all requests of a run, its length in seconds, and the engine's profile (empty for a remote
-    server).
+    """The result of one run of a benchmark: the outcomes of all requests, its length in seconds, and the engine's
+    figures `profile` (empty for a remote server).
     """
 
     outcomes: list[RequestOutcome]
@@ -114,7 +114,7 @@ def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
 
 
 def kinds(outcomes: Sequence[RequestOutcome]) -> list[str]:
-    """Return the kinds of requests among `outcomes`; an empty list if there is only one."""
+    """Return the names of the kinds of requests that occur in `outcomes`; an empty list if all are of one kind."""
     found = sorted({outcome.kind for outcome in outcomes})
     return found if len(found) > 1 else []
 

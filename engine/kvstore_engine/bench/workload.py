@@ -37,7 +37,9 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """A way to send requests: at random times, `rate` a second on average, whether or not earlier ones are answered."""
+    """A way to send requests: at random times, on average `rate` a second, without waiting for the answers to earlier
+    ones.
+    """
 
     rate: float
     seed: int = 1
@@ -63,9 +65,9 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a benchmark. `tokens` are the prompt's ids. `kind` groups requests whose latencies are reported
-    apart. The answer has `max_tokens` tokens; if `limit` is not 0, the request asks for `limit` tokens and its answer
-    ends earlier by itself.
+    """One request of a benchmark. `tokens` are the token ids of its prompt. `kind` names a group of requests whose
+    latencies are reported separately. The answer has `max_tokens` tokens. If `limit` is not 0, the request asks for
+    `limit` tokens, and the answer ends after `max_tokens`.
     """
 
     id: str
@@ -77,7 +79,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a measurement, in the order in which they are sent. `about` describes them in one line."""
+    """The load of a measurement: requests in the order in which they are sent. `about` describes them in one line."""
 
     name: str
     about: str
@@ -85,7 +87,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int:
-        """The tokens of context that the longest request needs."""
+        """The number of tokens of context that the longest request of this load needs."""
         return max(len(request.tokens) + request.max_tokens for request in self.requests)
 
     @property
@@ -113,8 +115,8 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """The sizes from which a benchmark's requests are made: their number, the prompt and answer tokens of an ordinary
-    one, the number of token ids, and the seed.
+    """The sizes from which the requests of a benchmark are made: the number of requests, the tokens of an ordinary
+    prompt and an ordinary answer, the number of token ids (`vocabulary`), and the seed.
     """
 
     requests: int = 32
@@ -144,7 +146,7 @@ class _Words:
 
 
 def decode_only(settings: LoadSettings) -> Workload:
-    """Return a load with prompts of at most 16 tokens, which measures the generation of tokens."""
+    """Return a load whose prompts have at most 16 tokens, to measure mainly the generation of tokens."""
     words = _Words(settings)
     prompt = min(16, settings.prompt_tokens)
     requests = [
@@ -182,8 +184,8 @@ def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Work
 
 
 def multi_turn(settings: LoadSettings) -> Workload:
-    """Return a load of conversations of three turns, each of which continues after all others had their turn. The
-    answers in the history are the load's own, so that every engine gets equal requests.
+    """Return a load of conversations of three turns. A conversation goes on after all other conversations had their
+    turn. The answers in its history are made up, so that every engine gets equal requests.
     """
     words, turns = _Words(settings), 3
     sessions = max(1, settings.requests // turns)

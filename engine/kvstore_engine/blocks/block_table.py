@@ -16,8 +16,9 @@ _FIRST_CAPACITY = 16
 
 
 class BlockTable:
-    """The list of pool blocks that one sequence of `tenant` holds, in token order. Its first blocks are shared through
-    `nodes` of the prefix trie. `windows` maps block numbers to blocks of layers with a sliding window.
+    """The list of pool blocks that one sequence of `tenant` holds, in the order of its tokens. The first of them are
+    shared through `nodes` of the prefix trie (the index of shared prefixes). `windows` has the pool blocks of layers
+    with a sliding window, by their place in the table.
     """
 
     __slots__ = ("_table", "count", "nodes", "tenant", "window_first", "windows")
@@ -32,14 +33,14 @@ class BlockTable:
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
-        """The numbers of the pool's blocks, int32 [count]. The array is a view that is valid until the table
-        changes.
+        """The numbers of the pool blocks in this table, int32 [count]. The array is a view that is valid until the
+        table changes.
         """
         return self._table[: self.count]
 
     @property
     def blocks(self) -> list[int]:
-        """The numbers of the pool's blocks, as a list."""
+        """The numbers of the pool blocks in this table, as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 
@@ -53,11 +54,13 @@ class BlockTable:
         self.count = needed
 
     def replace(self, index: int, block: int) -> None:
-        """Put the pool block `block` at place `index` of the table."""
+        """Put the pool block `block` at the place number `index` of this sequence's table."""
         self.ids[index] = block
 
     def window_ids(self) -> npt.NDArray[np.int32]:
-        """Return the pool blocks of layers with a sliding window, int32 [count]; 0 at places without one."""
+        """Return the pool blocks of layers with a sliding window, int32 [count], one for each place of the table. A
+        place that has no such block has 0.
+        """
         ids = np.zeros(self.count, np.int32)
         ids[list(self.windows)] = list(self.windows.values())
         return ids

@@ -39,8 +39,9 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class TableMove:
-    """A move of the sequence's blocks number `first` to `first + count`, which are `sources` contiguous pieces of the
-    pool, to the free pool blocks from `target` on. Afterwards the sequence has `runs` pieces fewer.
+    """A move of blocks of one sequence within the pool: its `count` blocks from number `first` on, which are in
+    `sources` contiguous pieces, go to the free pool blocks from `target` on. Afterwards the sequence has `runs` pieces
+    fewer.
     """
 
     first: int
@@ -51,14 +52,15 @@ class TableMove:
 
     @property
     def pieces(self) -> int:
-        """The number of contiguous pieces that the move reads and writes."""
+        """The number of contiguous pieces of the pool that the move reads and writes."""
         return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """The result of compacting one sequence: blocks moved, contiguous pieces before and after (0 if nothing was moved),
-    and seconds. `gain_s` is the expected saving less the expected cost, `move_s` the time that the moves took.
+    """The result of moving one sequence's blocks together: the number of moved blocks, the contiguous pieces before and
+    after (0 if nothing was moved), and seconds. `gain_s` is the expected saving less the expected cost, `move_s` the
+    time that the moves took.
     """
 
     moved_blocks: int = 0
@@ -72,8 +74,8 @@ _NOTHING = Compaction()
 
 
 class Compactor:
-    """A part of the engine that moves a sequence's scattered blocks together in the pool, if that saves more time in
-    later copies than it takes.
+    """A mover of blocks within the pool. It moves the scattered blocks of a sequence together, if that saves more time
+    in later copies than it takes.
     """
 
     def __init__(self, space: BlockSpace, costs: TransferCosts, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -85,8 +87,8 @@ class Compactor:
         self._calls = 0
 
     def compact(self, table: BlockTable, transfers: float) -> Compaction:
-        """Make those moves of the blocks in `table` that pay off if the whole sequence will be copied `transfers` more
-        times (a fraction is allowed). Return the result.
+        """Move those blocks of `table` together whose move saves more time than it takes, if the whole sequence will be
+        copied `transfers` more times (a fraction is allowed). Return the result.
         """
         if self._calls % _REFRESH_CALLS == 0:
             run_s = self._costs.run_s

@@ -27,9 +27,9 @@ _PATIENCE = 32
 
 
 class Slabs:
-    """An allocator of blocks of `block_bytes` in host memory, at most `limit_bytes` in all. It takes memory from the
-    system in slabs of about `slab_bytes`, when a block of a slab is first allocated; `trim` returns empty slabs. Raises
-    ValueError for sizes below 1.
+    """An allocator of blocks of `block_bytes` bytes in host memory, at most `limit_bytes` bytes in all. It takes memory
+    from the system in slabs (pieces of about `slab_bytes` bytes) when they are needed; `trim` returns slabs without
+    blocks. Raises ValueError for sizes below 1.
     """
 
     def __init__(self, block_bytes: int, limit_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
@@ -61,7 +61,7 @@ class Slabs:
 
     @property
     def backed_bytes(self) -> int:
-        """The bytes of the slabs that now take memory from the system."""
+        """The bytes of the slabs (pieces of memory for several blocks) that are taken from the system at present."""
         return int(np.count_nonzero(self._backed)) * self.slab_bytes
 
     def allocate(self, count: int) -> list[int]:
@@ -79,12 +79,12 @@ class Slabs:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Free the blocks with these numbers. Raises RuntimeError if one is free already."""
+        """Free the blocks with the numbers `blocks`. Raises RuntimeError if one is free already."""
         self._free.free(blocks)
         np.add.at(self._allocated, np.array(blocks, np.int64) // self._slab_blocks, -1)
 
     def trim(self) -> None:
-        """Return the memory of all slabs without an allocated block to the system."""
+        """Return the memory of all slabs (pieces for several blocks) in which no block is allocated to the system."""
         page = mmap.PAGESIZE
         for slab in np.flatnonzero(self._backed & (self._allocated == 0)).tolist():
             self._backed[slab] = False
@@ -103,7 +103,7 @@ class HostPoolFull(RuntimeError):
 
 
 class HostPool:
-    """Host memory of at most `limit_bytes` to which blocks of `pool` are copied when a sequence is swapped out."""
+    """Host memory, at most `limit_bytes` bytes, to which blocks of `pool` are copied when a sequence is swapped out."""
 
     def __init__(self, pool: BlockPool, limit_bytes: int) -> None:
         self._pool = pool
@@ -113,17 +113,17 @@ class HostPool:
 
     @property
     def free_blocks(self) -> int:
-        """The number of pool blocks for which there is still room."""
+        """The number of further pool blocks that can be saved in this host memory."""
         return self._slabs.available
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that this pool now takes from the system."""
+        """The bytes of system memory that this pool takes at present."""
         return self._slabs.backed_bytes
 
     @property
     def used_blocks(self) -> int:
-        """The number of pool blocks that are saved here."""
+        """The number of pool blocks that are saved in this host memory."""
         return self._slabs.used
 
     def save(self, blocks: list[int]) -> list[int]:
@@ -142,8 +142,8 @@ class HostPool:
         return places
 
     def load(self, places: list[int], skip: int, blocks: list[int]) -> None:
-        """Copy the blocks saved in `places`, without the first `skip` of them, to the pool blocks `blocks`. The places
-        stay taken.
+        """Copy the blocks that `save` put at `places`, without the first `skip` of them, into the pool blocks `blocks`.
+        The places stay allocated.
         """
         # A run of places was written as one payload, plane by plane, so it is read as one, without its head.
         done = 0
@@ -155,17 +155,19 @@ class HostPool:
             done += count
 
     def free(self, places: list[int]) -> None:
-        """Free `places`, and so discard the blocks saved there."""
+        """Free the `places` that `save` returned. The blocks saved there are lost."""
         self._slabs.free(places)
 
     def trim_if_unused(self) -> None:
-        """Return empty memory to the system if nothing was saved during the last 32 calls of this method."""
+        """Return memory without saved blocks to the system, if no block was saved during the last 32 calls of this
+        method.
+        """
         self._unused_calls += 1
         if self._unused_calls >= _PATIENCE:
             self.trim()
 
     def trim(self) -> None:
-        """Return all empty memory to the system now."""
+        """Return all memory without saved blocks to the system."""
         self._slabs.trim()
 
     def _view(self, first: int, count: int) -> npt.NDArray[np.uint8]:
@@ -174,8 +176,9 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """A record of a sequence that was swapped out: the K/V of its first `computed` tokens are in `places` of the host
-    pool. `path` are the nodes of the prefix trie that it held; `runs` counts the contiguous pieces that were copied.
+    """A record of a sequence whose blocks were copied to host memory: the K/V of its first `computed` tokens are at
+    `places` of the host pool. `path` lists the nodes of the prefix trie that it held; `runs` counts the contiguous
+    pieces that were copied.
     """
 
     tenant: str
@@ -197,9 +200,10 @@ def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int
 
 
 def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[BlockTable, int]:
-    """Give the swapped-out sequence, whose tokens are `tokens`, blocks of the pool again, copy its K/V back and free
-    its places on the host. Return its new block table and the number of copied blocks; those still in the trie are not
-    copied. Raises PoolExhausted with nothing changed.
+    """Give a swapped-out sequence blocks of the pool again, copy its K/V back from `host` and free its places there.
+    `swapped` is the record of `swap_out`, `tokens` are the sequence's tokens. Return its new block table and the number
+    of copied blocks; blocks that are still in the prefix trie are not copied. Raises PoolExhausted with nothing
+    changed.
     """
     block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
     targets = block_table.blocks[kept : len(swapped.places)]

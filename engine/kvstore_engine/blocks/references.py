@@ -8,8 +8,8 @@ from kvstore_engine.pool import BlockPool
 
 
 class BlockReferences:
-    """Counts of the holders of each block of `pool`. Blocks are allocated and freed through it alone: a block is free
-    exactly while it has no holder.
+    """The counts of holders (sequences, trie nodes and pending puts) of each block of `pool`. Blocks are allocated and
+    freed through it alone: a block is free exactly while it has no holder.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -18,8 +18,8 @@ class BlockReferences:
         self.free_blocks = pool.free_blocks  # without a holder
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks with one holder each, if possible right after block `after`, and return their
-        numbers. Raises PoolExhausted, with none taken, if there are too few.
+        """Allocate `count` blocks with one holder each, if possible right after the pool block `after`, and return
+        their numbers. Raises PoolExhausted, with none allocated, if too few are free.
         """
         blocks = self.pool.allocate(count, after)
         self._counts[blocks] = 1
@@ -27,7 +27,7 @@ class BlockReferences:
         return blocks
 
     def take(self, blocks: Sequence[int]) -> list[int]:
-        """Allocate exactly these free blocks with one holder each, and return their numbers."""
+        """Allocate exactly the free blocks `blocks` with one holder each, and return their numbers."""
         taken = self.pool.take(blocks)
         self._counts[taken] = 1
         self.free_blocks -= len(taken)

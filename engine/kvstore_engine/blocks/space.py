@@ -27,8 +27,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SpaceStatistics:
-    """Counts of a pool's blocks: used by a sequence, cached by the prefix trie alone, free. `evicted`, `copied` and
-    `deduplicated` count events since the start.
+    """Counts of a pool's blocks: `used` by sequences, `cached` in the prefix trie alone, `free`. `evicted`, `copied`
+    and `deduplicated` count these events since the start.
     """
 
     blocks: int
@@ -41,8 +41,8 @@ class SpaceStatistics:
 
 
 class BlockSpace:
-    """The allocator of the K/V blocks of `pool`: it gives sequences their blocks and, with `sharing`, lets equal
-    prefixes of one tenant share them. It is for one thread.
+    """The allocator of the K/V blocks of `pool`. It gives sequences their blocks and, with `sharing`, lets sequences of
+    one tenant with an equal prefix share the blocks of that prefix. It is for one thread.
     """
 
     def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
@@ -64,26 +64,28 @@ class BlockSpace:
         return -(-tokens // self.block_tokens)
 
     def keys(self, tokens: Int32Array) -> list[bytes]:
-        """Return the key in the prefix trie of each whole block of `tokens`: the bytes of its token ids."""
+        """Return the key of each whole block of `tokens` in the prefix trie (the index of shared prefixes): the bytes
+        of the block's token ids.
+        """
         width = 4 * self.block_tokens
         data = pack_tokens(tokens)
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
 
     def price(self, tenant: str, tokens: Int32Array) -> int:
-        """Return by how many blocks `claim(tenant, tokens)` would lower `available_blocks`."""
+        """Return how many available blocks `claim(tenant, tokens)` would use up."""
         matched = self.trie.match(tenant, self.keys(tokens) if self.is_sharing else [])
         return self.blocks_for(len(tokens)) - sum(1 for node in matched if node.users)
 
     def price_again(self, tokens: int, path: list[TrieNode]) -> int:
-        """Return by how many blocks `reclaim` for `tokens` tokens (a count) and the nodes `path` would lower
-        `available_blocks`.
+        """Return how many available blocks `reclaim` would use up, for a sequence of `tokens` tokens (a count) that
+        held the trie nodes `path`.
         """
         return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
-        """Return a new table with blocks for `tokens`: shared ones for the longest prefix that is known of this tenant,
-        new ones for the other tokens. The new whole blocks are shared from now on; the caller must compute blocks that
-        are not `ready`, unless another sequence does. Raises PoolExhausted with nothing changed.
+        """Return a new table with pool blocks for `tokens`: shared blocks for the longest known prefix of this tenant,
+        new blocks for the other tokens. New whole blocks are shared with later sequences. The caller must compute
+        blocks whose nodes are not `ready`, unless another sequence does. Raises PoolExhausted with nothing changed.
         """
         table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
@@ -104,9 +106,9 @@ class BlockSpace:
         return table
 
     def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
-        """Return a table with blocks for `tokens`, for a sequence that held the trie nodes `path` before, and how many
-        of its first blocks are still the blocks of `path`. The caller fills the other blocks of the first `computed`
-        tokens. Raises PoolExhausted with nothing changed.
+        """Return a table with pool blocks for `tokens`, for a sequence that held the trie nodes `path` before it lost
+        its blocks, and the number of leading blocks that are still the blocks of `path`. The caller must fill the other
+        blocks of the first `computed` tokens. Raises PoolExhausted with nothing changed.
         """
         table = BlockTable(tenant)
         for node in path:
@@ -140,8 +142,8 @@ class BlockSpace:
             table.append(self.allocate(missing, after))
 
     def ready_tokens(self, table: BlockTable, computed: int) -> int:
-        """Return how many first tokens of `table` have K/V. `computed` of them are known to; blocks that follow may
-        have been filled by other sequences.
+        """Return how many leading tokens of the sequence with `table` have K/V. The caller knows of `computed` tokens;
+        other sequences may have filled the shared blocks that follow.
         """
         if computed % self.block_tokens:
             return computed
@@ -151,9 +153,9 @@ class BlockSpace:
         return index * self.block_tokens
 
     def resume(self, table: BlockTable, computed: int, most: int) -> int:
-        """Return the position, at most `most`, from which the sequence of `table` can go on computing, when its first
-        `computed` tokens are ready. For layers with a sliding window it also takes the blocks of the window before that
-        position.
+        """Return the position, at most `most`, at which the sequence with `table` can go on computing, when its first
+        `computed` tokens have K/V. For layers with a sliding window the table also gets the blocks of the window before
+        that position.
         """
         ready = min(self.ready_tokens(table, computed), most)
         if self.windows is None or ready <= computed:
@@ -164,8 +166,8 @@ class BlockSpace:
         return ready
 
     def unshare(self, table: BlockTable, index: int) -> None:
-        """Replace the shared blocks of `table` from number `index` on by new ones, which the sequence must compute
-        itself. Raises PoolExhausted with nothing changed.
+        """Replace the shared blocks of `table` from place number `index` on by new blocks, which the sequence must
+        compute itself. Raises PoolExhausted with nothing changed.
         """
         path = table.nodes[index:]
         shared = [node for node in path if node.users > 1]  # a leading part
@@ -179,8 +181,8 @@ class BlockSpace:
             table.replace(index + offset, block)
 
     def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
-        """Share the blocks of `table` that have become whole because positions `begin` to `end` of `tokens` were
-        computed.
+        """Share the blocks of `table` that are whole now that the positions `begin` to `end` of `tokens` have K/V, with
+        later sequences.
         """
         if not self.is_sharing:
             return
@@ -192,8 +194,9 @@ class BlockSpace:
                 self._attach(table, tokens, index)
 
     def make_writable(self, table: BlockTable, position: int) -> None:
-        """Make sure that only `table` has the block of token `position`, which is about to be written: a shared block
-        is copied first. The block must lie behind the part in the trie. Raises PoolExhausted.
+        """Make sure that only `table` holds the block of the token at `position`, which is about to be written. A block
+        that others hold is replaced by a copy first. The position must be behind the blocks of the prefix trie. Raises
+        PoolExhausted.
         """
         index = position // self.block_tokens
         assert index >= len(table.nodes), "a shared prefix is not written again"
@@ -204,15 +207,17 @@ class BlockSpace:
             self.references.release([block])
 
     def borrow_copy(self, block: int) -> int:
-        """Copy `block` to a new block and return its number; the caller releases it. Raises PoolExhausted."""
+        """Copy the pool block `block` to a new block and return the new block's number. The caller releases it. Raises
+        PoolExhausted.
+        """
         (copy,) = self.allocate(1)
         self.pool.copy_blocks([block], [copy])
         self._copied += 1
         return copy
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return a second table with all blocks of `table`. `make_writable` copies a block before one of the two
-        sequences writes to it.
+        """Return a second table with all blocks of `table`, for another answer to the same prompt. Before one of the
+        two sequences writes to a block that both hold, `make_writable` copies it.
         """
         child = BlockTable(table.tenant)
         child.nodes = list(table.nodes)
@@ -234,8 +239,8 @@ class BlockSpace:
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses, and blocks that
-        follow them, are no longer cached.
+        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses are dropped from
+        the cache of prefixes, together with the blocks that follow them.
         """
         own = next((node for node in table.nodes if node.users == 1), None)
         self.release(table)
@@ -243,7 +248,7 @@ class BlockSpace:
             self.references.release(self.trie.prune(own))
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Keep `blocks` allocated until `unpin` is called for them."""
+        """Keep `blocks` allocated until `unpin` is called with them, for example while they are sent to the daemon."""
         for block in blocks:
             self.references.share(block)
 
@@ -251,8 +256,9 @@ class BlockSpace:
         self.references.release(blocks)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocate `count` blocks, if possible right after block `after`, with the caller as their holder, and return
-        their numbers. Cached prefixes are evicted if needed. Raises PoolExhausted.
+        """Allocate `count` blocks, if possible right after the pool block `after`, with the caller as their holder, and
+        return their numbers. If too few are free, cached prefixes that no sequence uses are evicted. Raises
+        PoolExhausted.
         """
         if count > self.available_blocks:
             raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} are available")
@@ -265,8 +271,8 @@ class BlockSpace:
         return self.references.allocate(count, after)
 
     def relocate(self, table: BlockTable, index: int, block: int) -> None:
-        """Replace block number `index` of `table` by `block`, which has a copy of its bytes, and free the old one. Only
-        this table and its trie node may hold it.
+        """Replace the block at place `index` of `table` by the pool block `block`, to which the caller has copied its
+        bytes, and free the old block. No other table may hold the old block.
         """
         old = int(table.ids[index])
         if index < len(table.nodes):
@@ -277,7 +283,9 @@ class BlockSpace:
         self.references.release([old])
 
     def is_alone(self, table: BlockTable, index: int) -> bool:
-        """Return True if only `table` and its trie node hold the block number `index`."""
+        """Return True if no other table holds the block at place `index` of `table`. The table's own trie node may hold
+        it too.
+        """
         if index < len(table.nodes):
             return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
         return self.references.count(int(table.ids[index])) == 1

@@ -23,15 +23,17 @@ _FORGET = 1e-3  # with each transfer: a factor learnt from an interrupted move f
 
 
 def count_runs(blocks: Sequence[int] | npt.NDArray[np.int32]) -> int:
-    """Return the number of contiguous pieces that the pool blocks `blocks`, in this order, consist of: from 1 to
-    len(blocks).
+    """Return the number of contiguous pieces of the pool that `blocks` form, in the order in which they are given. It
+    is from 1 to len(blocks).
     """
     ids = np.asarray(blocks, np.int64)
     return int(np.count_nonzero(np.diff(ids) != 1)) + 1 if len(ids) else 0
 
 
 def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first block and the number of blocks of each contiguous piece of `blocks`, in this order."""
+    """Yield each contiguous piece of the pool that `blocks` form, in this order, as its first block and its number of
+    blocks.
+    """
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -40,8 +42,8 @@ def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class TransferCosts:
-    """A model of the seconds that copies of pool blocks take, by bytes and by contiguous pieces. It learns from each
-    copy. It is for one thread.
+    """A predictor of the seconds that copies of pool blocks take, by their bytes and their number of contiguous pieces.
+    It learns from each copy. It is for one thread.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,9 @@ class TransferCosts:
 
     @property
     def run_s(self) -> float:
-        """The predicted seconds that one more contiguous piece adds to a copy of equal size; at least 0."""
+        """The predicted seconds that one more contiguous piece adds to a copy with the same number of bytes; at least
+        0.
+        """
         return max(0.0, self.copy.coefficients[-1]) / _RUNS
 
     def observe(self, nbytes: int, runs: int, seconds: float) -> None:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 class TrieNode:
-    """A node of the prefix trie: one whole block of tokens that follows the blocks above it. `key` are its token ids as
-    bytes, `block` the pool block with its K/V, `users` the number of sequences that use it. `ready`: its K/V are
-    computed. `loader`: the sequence that restores it from the daemon, which `requested` it there. `stored`: the daemon
-    has it or soon will. `window`: the block for layers with a sliding window, or -1.
+    """A node of the prefix trie (the index of shared prefixes): one whole block of tokens that follows the blocks of
+    the nodes above. `key` is its token ids as bytes, `block` the pool block with its K/V, `users` the number of
+    sequences that use it. `ready`: its K/V are computed. `loader`: the sequence that restores it from the daemon.
+    `requested`: the daemon was asked for it. `stored`: the daemon has it or soon will. `window`: its pool block for
+    layers with a sliding window, or -1.
     """
 
     __slots__ = (
@@ -51,13 +52,13 @@ class TrieNode:
 
     @property
     def is_attached(self) -> bool:
-        """True while the node is in the trie; False once its block was evicted."""
+        """True while the node is in the prefix trie; False once it was removed from it."""
         return self.parent is not None and self.parent.children.get(self.key) is self
 
 
 class PrefixTrie:
-    """An index of the prefixes that have K/V blocks: a tree for each tenant, whose nodes are whole blocks of tokens.
-    `on_drop` is called with each node that is removed. It is for one thread.
+    """An index of the token prefixes whose K/V are in the pool: a tree for each tenant, whose nodes are whole blocks of
+    tokens. `on_drop` is called with each node that is removed. It is for one thread.
     """
 
     def __init__(self, on_drop: Callable[[TrieNode], None] | None = None) -> None:
@@ -71,8 +72,8 @@ class PrefixTrie:
         self._on_drop = on_drop
 
     def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
-        """Return the nodes of the longest known prefix of `keys` (a block's token bytes each), computed or not. Their
-        users are not counted.
+        """Return the nodes of the longest prefix of `keys` (the token ids of each block, as bytes) that `tenant` has in
+        the index, whether their K/V are computed or not. The nodes get no new user.
         """
         node, path = self._roots.get(tenant), []
         for key in keys:
@@ -83,19 +84,22 @@ class PrefixTrie:
         return path
 
     def child(self, tenant: str, parent: TrieNode | None, key: bytes) -> TrieNode | None:
-        """Return the node for `key` below `parent` (None: at the tenant's root), or None if it does not exist."""
+        """Return the node below `parent` whose block has the token ids `key` (as bytes), or None if it does not exist.
+        `parent` None is the root of the `tenant`'s tree.
+        """
         above = parent if parent is not None else self._roots.get(tenant)
         return above.children.get(key) if above is not None else None
 
     def use(self, node: TrieNode) -> None:
-        """Count one more user of `node`. The caller must use all nodes above it already."""
+        """Add one user to `node`. The caller must be a user of all nodes above it already."""
         if not node.users:
             self.unused -= 1
         node.users += 1
 
     def add(self, tenant: str, parent: TrieNode | None, key: bytes, block: int) -> TrieNode:
-        """Add a node for `key` with the pool block `block` below `parent` (None: at the tenant's root), and return it.
-        It has one user and is not ready.
+        """Add a node for the block with the token ids `key` (as bytes) and the pool block `block` below `parent`, and
+        return it. `parent` None is the root of the `tenant`'s tree. The node has one user, and its K/V count as not
+        computed.
         """
         above = parent if parent is not None else self._roots.setdefault(tenant, TrieNode(None, b"", -1))
         assert key not in above.children, "the node is there already"
@@ -105,8 +109,8 @@ class PrefixTrie:
         return node
 
     def release(self, path: Sequence[TrieNode]) -> list[int]:
-        """Count one user less of each node of `path`, which begins at the root. Nodes that lose their last user before
-        they were computed are removed; return their blocks.
+        """Take one user from each node of `path`, which begins at the root. Nodes without users whose K/V were never
+        computed are removed; return their pool blocks.
         """
         dropped = []
         self._clock += 1
@@ -124,7 +128,9 @@ class PrefixTrie:
         return dropped
 
     def evict(self) -> int | None:
-        """Remove the least recently used leaf without users, and return its block; None if every node has a user."""
+        """Remove the least recently used node that has no user and no node below it, and return its pool block. Return
+        None if every node has a user.
+        """
         while self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if node.is_attached and not node.users and not node.children and node.last_used == last_used:
@@ -132,7 +138,7 @@ class PrefixTrie:
         return None
 
     def prune(self, node: TrieNode) -> list[int]:
-        """Remove `node`, which has no user, and all nodes below it. Return their blocks."""
+        """Remove `node`, which has no user, and all nodes below it. Return their pool blocks."""
         below = [node]
         for each in below:
             below.extend(each.children.values())

@@ -19,8 +19,9 @@ _MOST_PINNED = 0.25  # of the pool, for sequences that run: a store that is slow
 
 
 class WindowBlocks:
-    """The allocator of the blocks of `pool` for layers with a sliding window, which see `window_tokens` tokens, the
-    present one included. A block that has left a sequence's window stays until its room is needed.
+    """The allocator of the pool blocks for layers with a sliding window, which see only the last `window_tokens`
+    tokens, the present one included. A block whose tokens have left the window of its sequence stays until its room is
+    needed.
     """
 
     def __init__(self, pool: BlockPool, window_tokens: int) -> None:
@@ -32,27 +33,33 @@ class WindowBlocks:
 
     @property
     def is_pinned(self) -> bool:
-        """True if too many blocks are pinned for storing already: running sequences should pin no more."""
+        """True if the blocks that are kept for storing in the daemon take a great part of the pool, and running
+        sequences should keep no more.
+        """
         return self._pinned > _MOST_PINNED * self.pool.blocks
 
     def may_lose(self, tokens: int) -> bool:
-        """Return True if a prompt of `tokens` tokens is so long that blocks may be given up before it is computed to
-        its end.
+        """Return True if a prompt of `tokens` tokens is so long that blocks of its beginning may be given up before its
+        end is computed.
         """
         return 2 * tokens > self.pool.blocks * self._size
 
     def blocks_for(self, step_tokens: int) -> int:
-        """Return the number of blocks that one sequence needs to compute steps of `step_tokens` tokens."""
+        """Return the number of window blocks that one sequence needs so that steps of `step_tokens` tokens can be
+        computed.
+        """
         return -(-self._before // self._size) + -(-step_tokens // self._size) + 3
 
     def needed(self, position: int) -> range:
-        """Return the range of block numbers that a sequence needs to go on computing at `position`."""
+        """Return the range of block numbers, counted from the sequence's beginning, whose K/V a sequence needs to go on
+        computing at token `position`.
+        """
         return range(max(0, position - self._before) // self._size, -(-position // self._size))
 
     def longest(self, table: BlockTable, least: int, most: int) -> int:
-        """Return the last position from `least` to `most` at which the sequence of `table` can go on, because the
-        blocks of the window before it are there. Only `most` and block ends are tried; `least` is returned if none
-        fits.
+        """Return the last position from `least` to `most` at which the sequence with `table` can go on computing,
+        because the blocks of the window before it are available. Only `most` and the ends of blocks are tried; `least`
+        is returned if none of them fits.
         """
         while most > least:
             missing = next((index for index in reversed(self.needed(most)) if self.block(table, index) is None), None)
@@ -62,14 +69,16 @@ class WindowBlocks:
         return least
 
     def block(self, table: BlockTable, index: int) -> int | None:
-        """Return the pool block at number `index` of the sequence, or None if it was given up."""
+        """Return the pool block, for layers with a sliding window, of the sequence's block number `index`; None if it
+        was given up.
+        """
         if (block := table.windows.get(index)) is None and index < len(table.nodes):
             block = table.nodes[index].window
         return None if block is None or block < 0 else block
 
     def take(self, table: BlockTable, position: int) -> None:
-        """Let `table` hold the blocks that the sequence needs to go on at `position`, all of which are there, and let
-        earlier ones go.
+        """Add to `table` the window blocks that its sequence needs to go on at `position`, all of which are available,
+        and release earlier ones.
         """
         self._leave(table, self.needed(position).start)
         for index in self.needed(position):
@@ -78,9 +87,9 @@ class WindowBlocks:
                 self.references.share(table.windows[index])
 
     def prepare(self, table: BlockTable, begin: int, end: int) -> list[int]:
-        """Give `table` blocks for the positions `begin` to `end`, which are written next, and let the blocks go that
-        have left the window. A shared block is copied first. Return the numbers of the new blocks. Raises
-        PoolExhausted.
+        """Give `table` window blocks for the positions `begin` to `end`, which are written next, and release the blocks
+        that have left the window. A block that others hold as well is copied first. Return the numbers of the new pool
+        blocks. Raises PoolExhausted.
         """
         self._leave(table, self.needed(begin).start)
         first = begin // self._size
@@ -93,22 +102,22 @@ class WindowBlocks:
         return new
 
     def prepare_restored(self, table: BlockTable, position: int) -> dict[int, int]:
-        """Allocate the blocks that `table` lacks to go on at `position`, and return them by block number. The caller
-        fills them and passes them to `add_restored`, or releases them. Raises PoolExhausted.
+        """Allocate the window blocks that `table` lacks to go on at `position`, and return them by block number. The
+        caller fills them and passes them to `add_restored`, or releases them. Raises PoolExhausted.
         """
         missing = [index for index in self.needed(position) if index not in table.windows]
         return dict(zip(missing, self.allocate(len(missing)), strict=True))
 
     def add_restored(self, table: BlockTable, position: int, blocks: dict[int, int]) -> None:
-        """Add the filled `blocks` from `prepare_restored` to `table`, and let blocks go that the sequence does not need
-        at `position`.
+        """Add the `blocks` from `prepare_restored`, which the caller has filled, to `table`. Release blocks that its
+        sequence does not need at `position`.
         """
         self._leave(table, self.needed(position).start)
         table.windows.update(blocks)
 
     def copy(self, block: int | None) -> int:
-        """Allocate a block, copy the bytes of `block` to it unless that is None, and return its number; the caller
-        releases it. Raises PoolExhausted.
+        """Allocate a pool block and return its number; the caller releases it. The bytes of `block` are copied to it,
+        unless `block` is None. Raises PoolExhausted.
         """
         (copy,) = self.allocate(1)
         if block is not None:
@@ -116,21 +125,23 @@ class WindowBlocks:
         return copy
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """Let the trie node of block number `index` of `table` hold the block as well, now that the block is whole."""
+        """Let the trie node of block number `index` of `table` hold the window block as well, so that later sequences
+        can use it. The block must be whole.
+        """
         node, block = table.nodes[index], table.windows.get(index)
         if node.window < 0 and block is not None:
             node.window = block
             self.references.share(block)
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
-        """Let `child`, a fork of `table`, hold the blocks of its window as well."""
+        """Let `child`, a second table for the sequence of `table`, hold the blocks of its window as well."""
         child.window_first = table.window_first
         child.windows = {index: block for index, block in table.windows.items() if index >= table.window_first}
         for block in child.windows.values():
             self.references.share(block)
 
     def release(self, table: BlockTable) -> None:
-        """Release the blocks of `table`. Those in the trie stay until their room is needed."""
+        """Release the window blocks of `table`. Blocks that the prefix trie holds stay until their room is needed."""
         for index, block in table.windows.items():
             self._left.pop((table, index), None)
             if index < len(table.nodes):
@@ -139,14 +150,14 @@ class WindowBlocks:
         table.windows, table.window_first = {}, 0
 
     def forget(self, node: TrieNode) -> None:
-        """Release the block of `node`, which was removed from the trie."""
+        """Release the window block of `node`, which was removed from the prefix trie."""
         self._left.pop(node, None)
         if node.window >= 0:
             self.references.release([node.window])
             node.window = -1
 
     def pin(self, blocks: list[int]) -> None:
-        """Keep `blocks` allocated until `unpin` is called for them."""
+        """Keep the window blocks `blocks` allocated until `unpin` is called with them."""
         self._pinned += len(blocks)
         for block in blocks:
             self.references.share(block)
@@ -157,8 +168,8 @@ class WindowBlocks:
         self.references.release(released)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with the caller as their holder, and return their numbers. Blocks that have left
-        their windows are given up if needed. Raises PoolExhausted.
+        """Allocate `count` blocks with the caller as their holder, and return their numbers. If too few are free,
+        blocks that have left the windows of their sequences are given up. Raises PoolExhausted.
         """
         for _ in range(len(self._left)):
             if self.references.free_blocks >= count:

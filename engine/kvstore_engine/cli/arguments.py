@@ -59,7 +59,9 @@ _AGAINST = """--against llama-server:
 
 
 def parser() -> Parser:
-    """Return the argument parser of `kvengine`. In its result, `command` names the chosen subcommand."""
+    """Return the argument parser of `kvengine`. In the options that it returns, `command` is the name of the chosen
+    subcommand.
+    """
     top = Parser(
         prog="kvengine",
         description="Run GGUF models with their KV cache kept in kvstored, on the CPU or with torch.",

@@ -41,8 +41,8 @@ _ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `kvengine bench` as `options` say and return exit code 0. Raises an error that `main` turns into another
-    code.
+    """Run `kvengine bench` with the command line's `options`: measure, print the figures and return exit code 0. Raises
+    UsageError for options that do not go together, OperationError if requests fail.
     """
     _check(options)
     if options.against:
@@ -149,8 +149,8 @@ def _text(cases: Sequence[Case]) -> str:
 
 
 def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
-    """Return the sizes of the load: those given in `options`, otherwise the sizes of --quick, otherwise the
-    defaults.
+    """Return the sizes and the seed of the load to measure. `options` sets some; the others are the sizes of --quick or
+    the defaults. `vocabulary` is the number of token ids to draw prompts from, unless `options` gives another.
     """
     base = _QUICK if options.quick else LoadSettings()
     return LoadSettings(
@@ -163,14 +163,16 @@ def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
 
 
 def vocabulary_of(path: Path) -> int:
-    """Return the number of token ids that the model in the file `path` knows."""
+    """Return the number of token ids in the vocabulary of the model file `path`."""
     with GGUFFile.open(path) as file:
         tokens = file.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list | tuple) else UNKNOWN_VOCABULARY
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints a line of progress, or one that does nothing, as `options` say."""
+    """Return a function that prints a line of progress on stderr, or one that does nothing if `options.quiet` is
+    set.
+    """
     return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
 
 

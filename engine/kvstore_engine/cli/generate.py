@@ -20,8 +20,8 @@ from kvstore_engine.sampler import SamplingSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `kvengine generate`: answer the prompt in `options` and return exit code 0. Raises an error that `main` turns
-    into another code.
+    """Run `kvengine generate`: answer the prompt in `options`, print the text and return exit code 0. Raises UsageError
+    or OperationError.
     """
     begin = time.perf_counter()
     # The user's own inputs first: a misspelt file must not wait for a model to load.

@@ -24,8 +24,8 @@ _F16_BYTES = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `kvengine info`: print facts about the model file and return exit code 0, also if this engine cannot run the
-    model, which is printed.
+    """Run `kvengine info`: print facts about the model file that `options` names, and return exit code 0. A model that
+    this engine cannot run is no error: the facts say why.
     """
     device = DeviceName.parse(options.device)
     path = locate(options.model)
@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(path: Path, file: GGUFFile, device: DeviceName) -> dict[str, object]:
-    """Return the facts about the model in `file` by name, in the order in which they are shown. The last one says if
-    `device` can run it.
+    """Return facts about the model in `file`, which is open from `path`, by name, in the order in which they are shown.
+    The last one, "runs", says whether `device` can run the model, and why not.
     """
     types = Counter(info.type_name for info in file.tensors.values())
     size = path.stat().st_size

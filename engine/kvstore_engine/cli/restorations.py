@@ -22,8 +22,9 @@ _STAGES_LEGEND = "loaded, computed: blocks of the stage's layers; states: blocks
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `kvengine restorations`: print the server's last restorations of prompts. Raises OperationError if it does
-    not answer.
+    """Run `kvengine restorations`: print the plans and results of the last prompts that a running server restored from
+    kvstored, and return exit code 0. Raises UsageError for wrong `options`, OperationError if the server does not
+    answer.
     """
     if options.last < 1:
         raise UsageError(f"--last must be at least 1, got {options.last}")
@@ -38,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def restorations_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text table with a line for each of `records`, which are in the form of `RestorationRecord.as_json`."""
+    """Return a text table with a line for each of `records`. A record is the dictionary that
+    `RestorationRecord.as_json` makes of one restoration.
+    """
     has_stages = any(record.get("stage") is not None for record in records)
     headings = [*_HEADINGS, ">states"] if has_stages else _HEADINGS
     rows = [[*_cells(record), str(record["inputs"])] if has_stages else _cells(record) for record in records]

@@ -15,8 +15,8 @@ from kvstore_engine.server.server_process import run_server as run_server
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `kvengine serve` until a signal ends it, and return the exit code. Raises an error that `main` turns into
-    another code.
+    """Run `kvengine serve` with `options` until a signal ends it, and return its exit code. Raises UsageError for
+    options that do not go together.
     """
     if options.stages > 1:
         raise UsageError(

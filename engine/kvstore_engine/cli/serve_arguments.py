@@ -38,8 +38,8 @@ Ctrl-C twice ends at once.
 
 
 def add_serve(commands: Commands, *, models: str, exit_codes: str) -> None:
-    """Add the subcommand `serve` to `commands`. `models` and `exit_codes` are paragraphs of help that all subcommands
-    share.
+    """Add the subcommand `serve` to `commands`. `models` and `exit_codes` are help texts that are appended to its
+    own.
     """
     command = commands.add_parser(
         "serve",

@@ -30,19 +30,19 @@ class StepExecutor(ABC):
     @abstractmethod
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
         """Compute one step of `slices` and write its K and V to the pool. Return a copy of the logits that the slices
-        ask for, float32 [outputs, vocabulary], in `out` if given. Raises ValueError if a limit is broken, RuntimeError
-        if this step fails, OperationError if no later step can succeed.
+        ask for, float32 [outputs, vocabulary]; `out` is the array to write them to, if given. Raises ValueError if a
+        limit is exceeded, RuntimeError if this step fails, OperationError if no later step can succeed.
         """
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute one step of `slices` as `forward` does, and return the logits where they were computed. `whole` lists
-        the rows that will be read completely, None for all.
+        """Compute one step of `slices` as `forward` does, but return the logits without copying them to another device.
+        `whole` lists the numbers of the rows that will be read completely; None means all rows.
         """
         return HostLogits(self.forward(slices))
 
     @abstractmethod
     def close(self) -> None:
-        """Free the executor's memory. Model and pool stay open; a later `forward` raises RuntimeError."""
+        """Free the executor's memory. The model and the K/V pool stay open; a later `forward` raises RuntimeError."""
 
     def __enter__(self) -> Self:
         return self

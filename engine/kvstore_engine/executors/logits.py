@@ -20,14 +20,14 @@ class StepLogits(ABC):
 
     @abstractmethod
     def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return, for each row number in `rows`, the token with the largest logit (the first of equal ones), and that
-        logit. A row with NaN gives any token and NaN.
+        """Return two lists with an entry for each row number in `rows`: the token with the largest logit (the first of
+        equal ones), and that logit. For a row with NaN they are any token and NaN.
         """
 
     @abstractmethod
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        """Return the logits of the row numbers `rows`, float32 [len(rows), vocabulary]. The step must have been asked
-        for them.
+        """Return the logits of the rows with the numbers `rows`, float32 [len(rows), vocabulary]. These rows must have
+        been named when the step was computed.
         """
 
 

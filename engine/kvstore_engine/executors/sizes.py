@@ -10,7 +10,9 @@ from kvstore_engine.pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """The sizes of a K/V pool, which `BlockPool` explains."""
+    """The sizes of a K/V pool: `blocks` blocks of `block_tokens` tokens, the type `kv_dtype` of K and V, and
+    `window_blocks` further blocks for layers with a sliding window.
+    """
 
     blocks: int
     block_tokens: int

@@ -130,10 +130,12 @@ _LOG_CALLBACK = _LogCallback(_forward_log)  # ggml keeps the pointer: it must li
 
 
 class Library:
-    """The functions of one loaded ggml library: `library.mul_mat(context, a, b)` calls `ggml_mul_mat`."""
+    """A loaded ggml library as an object with its functions: `library.mul_mat(context, a, b)` calls `ggml_mul_mat`."""
 
     def __init__(self, path: Path) -> None:
-        """Load and check `path`, a shared library or a directory of them. Raises GGMLError."""
+        """Load the ggml library `path`, a shared library or a directory with its parts, and check the layout of its
+        structures. Raises GGMLError.
+        """
         self.path = path
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # an abort must not start gdb
         os.environ.setdefault("GOMP_SPINCOUNT", _BARRIER_SPINS)
@@ -185,8 +187,8 @@ class Library:
             raise GGMLError(f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported")
 
     def extra_buffer_types(self) -> dict[str, int]:
-        """Return by name the addresses of the CPU's buffer types that repack weights, in the order in which llama.cpp
-        tries them.
+        """Return the addresses of the CPU backend's buffer types that repack weights, by name, in the order in which
+        llama.cpp tries them.
         """
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
@@ -202,7 +204,9 @@ class Library:
         return found
 
     def describe(self) -> dict[str, str]:
-        """Return the library's path, its version, and the CPU features that it was built with."""
+        """Return facts about the library by name: its path, its version, the CPU features that it was built with, and
+        its buffer types that repack weights.
+        """
         features = [f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()]
         return {
             "path": str(self.path),
@@ -213,8 +217,8 @@ class Library:
 
 
 def find_library() -> Path:
-    """Return the path of the ggml library: the one in $KVENGINE_GGML, otherwise in the wheel `xllamacpp`, otherwise in
-    `ggml-python`. Raises GGMLError if there is none.
+    """Return the path of the ggml library to load: the one that $KVENGINE_GGML names, otherwise the one in the wheel
+    `xllamacpp`, otherwise the one in the wheel `ggml-python`. Raises GGMLError if none is found.
     """
     if named := os.environ.get(LIBRARY_VARIABLE):
         path = Path(named)
@@ -233,8 +237,8 @@ def find_library() -> Path:
 
 @cache
 def load_library(path: Path | None = None) -> Library:
-    """Return ggml, loaded from `path` or from where `find_library` finds it. A process loads it once. Raises
-    GGMLError.
+    """Return the ggml library in `path`, or with None the one that `find_library` finds. A process loads each library
+    once. Raises GGMLError.
     """
     return Library(path or find_library())
 

@@ -38,8 +38,8 @@ class InitParams(ct.Structure):
 
 
 class CpuTypeTraits(ct.Structure):
-    """The C structure `ggml_type_traits_cpu`: the functions by which the CPU multiplies with a tensor type, null if it
-    cannot.
+    """The C structure `ggml_type_traits_cpu`: the functions with which the CPU multiplies matrices of one tensor type.
+    A pointer is null if the CPU cannot.
     """
 
     _fields_ = (
@@ -56,7 +56,7 @@ EXTENTS_OFFSET_BYTES: int = Tensor.ne.offset
 
 
 def tensor_at(address: int) -> Tensor:
-    """Return the C structure of the ggml tensor at `address`. It is ggml's own memory: writing a field changes the
-    tensor.
+    """Return the C structure of the ggml tensor at the memory address `address`. It is ggml's own memory, so writing a
+    field changes the tensor.
     """
     return Tensor.from_address(address)

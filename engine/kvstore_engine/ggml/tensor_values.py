@@ -28,8 +28,8 @@ class _TypeTraits(ct.Structure):
 
 
 def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Return the numbers that `raw`, contiguous uint8 in whole blocks of the type `ggml_type`, stands for, as float32
-    1-d. Raises GGMLError for a type that ggml cannot read.
+    """Return the numbers that `raw` represents, as float32 1-d. `raw` is contiguous uint8: whole blocks of ggml's
+    tensor type number `ggml_type`. Raises GGMLError for a type that ggml cannot convert to floats.
     """
     if ggml_type == F32:
         return raw.view(np.float32)
@@ -43,8 +43,8 @@ def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) ->
 
 
 def quantised(library: Library, ggml_type: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return `values`, float32 1-d, stored as whole blocks of the type `ggml_type`, which must be one that needs no
-    importance table.
+    """Return `values`, float32 1-d, converted to blocks of ggml's tensor type number `ggml_type`, as uint8. The type
+    must be one that ggml quantises without an importance matrix.
     """
     kind, values = TENSOR_TYPES[ggml_type], np.ascontiguousarray(values, np.float32)
     blocks = np.empty(kind.row_bytes(values.size), np.uint8)

@@ -41,7 +41,9 @@ class GGUFError(UsageError):
 
 
 class Cursor:
-    """A reader of a GGUF header in `buffer` that moves forward and never past the end. Its methods raise GGUFError."""
+    """A reader of a GGUF file's header in `buffer`, from its start forward and never past its end. `path` names the
+    file in errors. Its methods raise GGUFError.
+    """
 
     def __init__(self, buffer: memoryview, file_name: str) -> None:
         self.buffer = buffer
@@ -49,7 +51,7 @@ class Cursor:
         self.position = 0
 
     def error(self, what: str) -> GGUFError:
-        """Return a GGUFError that says `what` is wrong, at which byte, in which file."""
+        """Return a GGUFError whose message says `what` is wrong, at which byte and in which file."""
         return GGUFError(f"{self.file_name}: {what} (at byte {self.position} of {len(self.buffer)})")
 
     def take(self, count_bytes: int, what: str) -> memoryview:
@@ -70,8 +72,8 @@ class Cursor:
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, item_bytes: int) -> int:
-        """Return the next 64-bit count of items of at least `item_bytes` bytes each. Raises GGUFError if the file is
-        too short for them.
+        """Return the next 64-bit integer, a number of items of at least `item_bytes` bytes each. `what` names it in an
+        error. Raises GGUFError if the file is too short for the items.
         """
         count = self.u64(what)
         left = len(self.buffer) - self.position
@@ -80,7 +82,9 @@ class Cursor:
         return count
 
     def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
-        """Return the next UTF-8 string, which follows its length. Raises GGUFError if it is longer than `max_bytes`."""
+        """Return the next UTF-8 string, which is stored behind its length. `what` names it in an error. Raises
+        GGUFError if it is longer than `max_bytes`.
+        """
         length = self.u64(what)
         if length > max_bytes:
             raise self.error(f"damaged: {what} claims {length} bytes, the limit is {max_bytes}")
@@ -90,7 +94,7 @@ class Cursor:
             raise self.error(f"damaged: {what} is not UTF-8") from None
 
     def value(self, key: str) -> object:
-        """Return the next metadata value, which belongs to `key`: a bool, int, float, str, list of str, or array of
+        """Return the next metadata value, whose key is `key`: a bool, int, float, str, list of str, or array of
         numbers.
         """
         kind = self.u32(f"the type of {key!r}")

@@ -18,8 +18,8 @@ _ATTEMPTS = 5  # to read a file that is touched while it is read
 
 
 class FileWatch:
-    """A watch that notices if the model's `file` is changed while it is in use. `expected` is the digest that its
-    content must have, if another process computed it. After a change every call raises FileChanged.
+    """A watch over the model's `file` that notices changes of it while it is in use. `expected` is the digest that its
+    content must have, if another process computed one. After a change every call raises FileChanged.
     """
 
     def __init__(self, file: GGUFFile, expected: FileDigest | None = None) -> None:
@@ -30,8 +30,8 @@ class FileWatch:
         self._is_final, self._is_touched = False, False
 
     def digest(self) -> FileDigest:
-        """Return the digest of the file's content, for which the whole file is read the first time. Raises FileChanged
-        if it was changed.
+        """Return the digest of the file's content. The first call reads the whole file. Raises FileChanged if the file
+        was changed.
         """
         with self._lock:
             if self._digest is not None and self._is_as_known():
@@ -55,8 +55,9 @@ class FileWatch:
             raise self._changed()
 
     def check(self) -> bool:
-        """Return True if the file was not touched since the last call. Return False if it was touched but has equal
-        content, so that results read in between may be wrong. Raises FileChanged if its content differs.
+        """Return True if the file was not touched (written, or its times changed) since the last call. Return False if
+        it was touched but has the same content as before, so that results from reads in between may be wrong. Raises
+        FileChanged if its content differs.
         """
         if self._is_final:
             raise self._changed()
@@ -67,7 +68,7 @@ class FileWatch:
         return False
 
     def require_untouched(self) -> None:
-        """Raise FileChanged unless the file was left untouched since the last `check`."""
+        """Raise FileChanged if the file was touched (written, or its times changed) since the last `check`."""
         if not self.check():
             raise self._changed()
 
@@ -80,5 +81,5 @@ class FileWatch:
 
 
 def changed(path: Path) -> FileChanged:
-    """Return the error that says that the content of the model's file `path` has changed while it was in use."""
+    """Return a FileChanged error for the model file `path`, whose content has changed while it was in use."""
     return FileChanged(f"the model file {path} was changed while it was in use: start again to use what it holds now")

@@ -29,8 +29,8 @@ class FileChanged(OperationError):
 
 
 class FileIdentity(NamedTuple):
-    """The device, inode, size and times of a file, by which a change of the file is noticed. `changed_ns` also moves
-    when its name, owner or mode changes.
+    """The device, inode, size and times of a file. If one of them differs, the file may have been changed. `changed_ns`
+    differs also when only its name, owner or mode was changed.
     """
 
     device: int
@@ -40,7 +40,7 @@ class FileIdentity(NamedTuple):
     changed_ns: int
 
     def may_hold_the_same(self, other: FileIdentity) -> bool:
-        """Return True if this identity differs from `other` in `changed_ns` at most, so that the content may be
+        """Return True if this identity equals `other`, or differs only in `changed_ns`, so that the content may be
         unchanged.
         """
         return self[:-1] == other[:-1]
@@ -78,18 +78,20 @@ class OpenFile:
 
     @classmethod
     def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
-        """Return an object over `descriptor`, which the parent process opened for the file `path`."""
+        """Return an object for a file that the parent process opened: its path `path`, which is used in messages, and
+        the `descriptor` that this process inherited.
+        """
         return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the present size and times of the open file, by which a change is noticed. Raises OperationError if
+        """Return the size and times that the open file has now, which differ after a change. Raises OperationError if
         the file system does not answer.
         """
         return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
-        """Return the file's present identity, waiting until every later write must change it. Raises FileChanged if the
-        file keeps changing.
+        """Return the size and times of the file, after waiting until any later write is certain to change them. Raises
+        FileChanged if the file keeps changing.
         """
         for _ in range(_MOST_STEPS):
             found = self.current_identity()

@@ -42,7 +42,9 @@ _CHUNK_BYTES = 1 << 20  # read and hashed at a time: it stays in the processor's
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place and form of one tensor in a GGUF file. `shape` has the contiguous dimension first, as in ggml."""
+    """The name, type, shape and place of one tensor in a GGUF file. As in ggml, the first dimension of `shape` is the
+    contiguous one.
+    """
 
     name: str
     ggml_type: int
@@ -62,11 +64,9 @@ class FileDigest(NamedTuple):
 
 
 class GGUFFile:
-    """An open GGUF file. Use as a context manager, or call `close`.
-
-    `source` is the open file itself; with `owns_source` it is closed with this. `metadata` maps keys to bool, int,
-    float, str, list[str] or 1-d numpy arrays; `tensors` maps names to `TensorInfo`; `data` is the whole file as a
-    read-only uint8 memory map.
+    """An open GGUF file, to be closed by `close` or a `with` block. `source` is the open file itself; with
+    `owns_source` it is closed too. `metadata` maps keys to bool, int, float, str, list[str] or 1-d numpy arrays;
+    `tensors` maps names to `TensorInfo`; `data` is the whole file as a read-only uint8 memory map.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class GGUFFile:
 
     @classmethod
     def open(cls, file: str | os.PathLike[str] | OpenFile) -> Self:
-        """Map and parse the GGUF file `file`, a path or an open file that the caller closes. Raises GGUFError, in one
-        line, if it cannot be used.
+        """Map and parse the GGUF file `file`, a path or an open file that the caller closes. Raises GGUFError, with a
+        message of one line, if it cannot be used.
         """
         if isinstance(file, OpenFile):
             return cls._parsed(file, owns_source=False)
@@ -159,13 +159,15 @@ class GGUFFile:
             start += got
 
     def release(self) -> None:
-        """Let the system drop the file's pages from this process's memory. They stay mapped."""
+        """Let the operating system drop the file's pages from this process's memory. They stay mapped and are read
+        again when needed.
+        """
         if isinstance(self.data.base, mmap.mmap):
             self.data.base.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Drop the memory map; it ends when the last array over it is gone. The file is closed too if this object owns
-        it.
+        """Drop the memory map. The memory stays mapped until the last array over it is gone. The file is closed too if
+        this object owns it.
         """
         self.data = np.empty(0, np.uint8)
         if self._owns_source:

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 
 class TensorType(NamedTuple):
-    """A type of ggml's in which numbers are stored: blocks of `block_elements` numbers that take `block_bytes` bytes
-    each.
-    """
+    """A type in which ggml stores numbers: blocks of `block_elements` numbers that take `block_bytes` bytes each."""
 
     name: str
     block_elements: int

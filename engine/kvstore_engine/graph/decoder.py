@@ -26,8 +26,9 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A ggml graph that computes a step of `tokens` rows, of which `outputs` get logits. Its fields are addresses of
-    ggml objects, 0 if absent. It starts from tokens or hidden states and ends in logits or hidden states.
+    """A ggml graph that computes a step of `tokens` rows (tokens) through some layers. It starts from token ids or
+    hidden states, and ends in the logits of `outputs` rows or in hidden states. Its other fields are addresses of ggml
+    objects, 0 for objects that this graph does not have.
     """
 
     context: int
@@ -46,8 +47,8 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
-    """The K/V pool as ggml tensors, for each layer [slots, kv_heads * head_dim]. `own_blocks` are the layers with a
-    pool of their own.
+    """The K/V pool as ggml tensors, [slots, kv_heads * head_dim] for each layer; a slot is the place of one token.
+    `own_blocks` are the numbers of the layers that have a pool of their own.
     """
 
     keys: tuple[int, ...]
@@ -57,14 +58,16 @@ class PoolTensors:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperation:
-    """The address of the native attention function, and of its data for each layer."""
+    """The address of the native attention function, and for each layer the address of the data that it gets."""
 
     function: int
     layers: tuple[int, ...]
 
 
 class GraphBuilder:
-    """A builder of the ggml graph for a step of `tokens` rows through `layers`, of which `outputs` rows get logits."""
+    """A builder of the ggml graph for a step of `tokens` rows (tokens) through `layers`. Logits are computed for
+    `outputs` of the rows.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class GraphBuilder:
         self.window_slots = self._input(I64, tokens) if cache.own_blocks else 0
 
     def build(self) -> StepGraph:
-        """Build and return the graph, in a ggml context that the caller frees. Its tensors have no memory yet."""
+        """Build the graph and return it. The caller frees the ggml context that it is in. Its tensors have no memory
+        yet.
+        """
         ggml, config = self.ggml, self.model.config
         is_last = self.layers.stop == config.layers
         token_input = hidden_input = output_input = logits = hidden = 0

@@ -11,8 +11,8 @@ from kvstore_engine.model.weights import Linear
 
 @dataclass(frozen=True, slots=True)
 class ProductOperations:
-    """The addresses of the engine's native functions for products with interleaved matrices (0: none) and of their
-    data.
+    """The addresses of the engine's native functions that multiply with interleaved q4_0 and q8_0 matrices (0: ggml's
+    are used), and of the data that they get.
     """
 
     q4_0: int

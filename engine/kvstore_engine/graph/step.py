@@ -16,12 +16,11 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """Some consecutive tokens of one sequence.
-
-    tokens: int32 [n], at least one. start: position of the first; the K/V of positions 0..start-1 must be in the pool
-    already. block_table: int32, the engine blocks that hold positions 0, 16, 32...; covers start + n tokens at least.
-    outputs: the tokens whose logits are wanted. window_table: int32, as `block_table` for layers that have a pool of
-    their own; blocks that left the window are 0.
+    """Some consecutive tokens of one sequence that a step computes. tokens: int32 [n], at least one. start: the
+    position of the first; the K/V of positions 0..start-1 must be in the pool already. block_table: int32, the numbers
+    of the pool blocks for positions 0, 16, 32...; it covers at least start + n tokens. outputs: the tokens whose logits
+    are wanted: "none", "last" or "all". window_table: int32, as `block_table` for layers that have a pool of their own;
+    blocks that have left the window are 0.
     """
 
     tokens: Int32Array
@@ -33,9 +32,10 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step as flat arrays: token ids, positions, the place of each token in the pool (`slots`), and the
-    numbers of the rows that get logits (`outputs`). `sequences` is int32 [s, 4]: first row, rows, context, unused.
-    `window_slots` are the places in the pool of layers with a sliding window, if they have one.
+    """The inputs of a step as flat arrays with an entry for each row (token): token ids, positions, and `slots`, the
+    place of its K and V in the pool. `outputs` are the numbers of the rows that get logits. `sequences` is int32 [s,
+    4], for each sequence: first row, rows, context in tokens, an unused number. `window_slots` are the places in the
+    pool of layers with a sliding window, if they have one.
     """
 
     tokens: Int32Array
@@ -62,8 +62,8 @@ class StepLimits:
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
-    """Check the `slices` of a step against `limits`, and return them as flat arrays. Raises ValueError that names the
-    mistake.
+    """Check the `slices` of a step against `limits`, and return the step's inputs as flat arrays. Raises ValueError;
+    the message names the mistake.
     """
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")

@@ -17,19 +17,24 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Kernels(ABC):
-    """The engine's own processor kernels: attention, products with interleaved matrices, and copies of pool blocks."""
+    """The engine's own functions for the processor: attention, products with interleaved matrices, and copies of pool
+    blocks.
+    """
 
     name: str
 
     @property
     @abstractmethod
     def attention_address(self) -> int:
-        """The address of the native attention function, a `ggml_custom_op_t` whose data is a `layout.Layer`."""
+        """The address of the native function that computes attention. It is a `ggml_custom_op_t`; its user data is the
+        address of a `layout.Layer`.
+        """
 
     @property
     def q4_product_address(self) -> int:
         """The address of a native function (`ggml_custom_op_t`) that multiplies rows with an interleaved q4_0 matrix,
-        or 0 to use ggml's. Its data is a `layout.Product`. It MUST give the same bits as ggml.
+        or 0 if ggml's own function is to be used. Its user data is the address of a `layout.Product`. It MUST give the
+        same bits as ggml.
         """
         return 0
 
@@ -45,13 +50,15 @@ class Kernels(ABC):
     def copy_blocks(
         self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
     ) -> None:
-        """Copy storage blocks into the pool, or out of it, by `into_pool`. planes: the pool, uint8 [planes, blocks,
-        block_bytes]. payloads: uint8 [planes * blocks_per_payload * block_bytes] for each storage block. tables: the
-        pool blocks of each, int32 [storage blocks, blocks_per_payload].
+        """Copy storage blocks (the units that kvstored keeps) into the K/V pool if `into_pool`, otherwise out of it.
+
+        planes: the pool, uint8 [planes, blocks, block_bytes]. payloads: one array for each storage block, uint8 [planes
+        * blocks_per_payload * block_bytes]. tables: for each storage block the numbers of its pool blocks, int32
+        [storage blocks, blocks_per_payload]. `threads` threads do it.
         """
 
     @abstractmethod
     def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
-        """Copy block sources[i] over block targets[i] in every plane of `planes`. No block may be both a source and a
-        target.
+        """Copy pool block sources[i] over pool block targets[i] in every plane of `planes`, uint8 [planes, blocks,
+        block_bytes], with `threads` threads. No block may be both a source and a target.
         """

@@ -12,7 +12,9 @@ KV_TYPES = {"f16": F16, "bf16": BF16, "f32": F32, "q8_0": Q8_0, "q4_0": Q4_0}
 
 
 def widen_rows(rows: npt.NDArray[np.uint8], kv_type: int) -> npt.NDArray[np.float32]:
-    """Return `rows`, uint8 [n, row bytes] stored as ggml's type number `kv_type`, as float32 [n, elements]."""
+    """Return stored K or V as floats: float32 [n, elements]. `rows` is uint8 [n, bytes of a row], stored in ggml's type
+    number `kv_type`.
+    """
     rows = np.ascontiguousarray(rows)
     if kv_type == F32:
         return rows.view(np.float32)

@@ -21,7 +21,9 @@ def array_at(address: int, dtype: type[Scalar], *shape: int) -> npt.NDArray[Scal
 
 
 def pointer_at(address: int) -> int:
-    """Return the pointer that is stored at the memory address `address`. Raises ValueError if it is null."""
+    """Return the pointer that is stored at the memory address `address`. Raises ValueError if the stored pointer is
+    null.
+    """
     value = ct.c_void_p.from_address(address).value
     if value is None:
         raise ValueError(f"null pointer at {address:#x}")

@@ -26,8 +26,9 @@ _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
 
 
 class WorkPlan(NamedTuple):
-    """The pieces of work into which a step's attention is divided, the costliest first: `items` int32 [n, ITEM_FIELDS].
-    The other fields count the partial results of items that are split.
+    """The pieces of work into which the attention of a step is divided, the costliest first: `items` is int32 [n,
+    ITEM_FIELDS], a record `Item` of layout.h in each row. An item may cover only a part of a context: `split_tiles`
+    counts the results that are merged from several items, `partial_rows` the rows of memory for the unmerged parts.
     """
 
     items: Int32Array
@@ -36,9 +37,10 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int) -> WorkPlan:
-    """Divide the attention of a step into items for `threads` threads. `sequences` is int32 [n, 4]: first row, rows,
-    context after them, unused. `group` is the number of query heads for each K/V head. Large items are split, so that
-    no thread waits long.
+    """Return the attention of a step divided into items for `threads` threads. `sequences` is int32 [n, 4], for each
+    sequence: its first row in the step, its number of rows, the tokens of its context including these rows, and an
+    unused number. `group` is the number of query heads for each of the `kv_heads` K/V heads. Large items are split, so
+    that no thread waits long for another.
     """
     per_tile = max(1, ROWS_PER_ITEM // group)
     tiles = [
@@ -72,7 +74,7 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
 
 
 class KernelStep(ct.Structure):
-    """The C structure `Step` of layout.h: the facts that all layers of one step share."""
+    """The C structure `Step` of layout.h: the sizes and addresses that all layers of one step share."""
 
     _fields_ = (
         ("query_heads", ct.c_int64),
@@ -94,7 +96,9 @@ class KernelStep(ct.Structure):
 
 
 class Layer(ct.Structure):
-    """The C structure `Layer` of layout.h: the addresses of one layer's K and V, and its work counter."""
+    """The C structure `Layer` of layout.h: the addresses of one layer's K and V, its attention settings, and the
+    counter by which threads take items of work.
+    """
 
     _fields_ = (
         ("keys", ct.c_void_p),
@@ -109,8 +113,8 @@ class Layer(ct.Structure):
 
 
 class Product(ct.Structure):
-    """The C structure `Product` of layout.h: where the operands of a matrix product are in ggml's tensors, and counters
-    that share out the work.
+    """The C structure `Product` of layout.h. It says where ggml's tensors keep the operands of a matrix product, and
+    has the counters by which threads share out the work.
     """
 
     _fields_ = (
@@ -128,11 +132,11 @@ class Product(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer, for the kernels. The defaults are plain causal attention.
+    """The attention settings of one layer, for the kernels. The defaults are plain causal attention.
 
-    window: a token sees itself and the `window` - 1 tokens before it; 0: everything before it. sink_tokens: the first
-    tokens of a sequence, which stay visible outside the window. scale: the factor of scores; 0: 1 / sqrt(head_dim).
-    softcap: scores become cap * tanh(score / cap) (Gemma 2); 0: no cap.
+    window: a token sees itself and the `window` - 1 tokens before it; 0: everything before it. sink_tokens: the number
+    of tokens at the start of a sequence that stay visible outside the window. scale: the factor of scores; 0: 1 /
+    sqrt(head_dim). softcap: scores become cap * tanh(score / cap) (Gemma 2); 0: no cap.
     """
 
     window: int = 0
@@ -160,14 +164,15 @@ class AttentionShape:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the K (or the V) of one token in one layer."""
+        """The bytes that the K, or the V, of one token takes in one layer."""
         return TENSOR_TYPES[self.kv_type].row_bytes(self.kv_heads * self.head_dim)
 
 
 class StepMemory:
-    """The arrays that the attention kernel reads, at fixed addresses: `sequences` int32 [max_sequences, 4], the block
-    tables int32 [max_sequences, max_blocks], and a record for each layer. `window_tables` serve layers with blocks of
-    their own.
+    """The arrays that the native attention kernel reads, at addresses that never change: `sequences` int32
+    [max_sequences, 4] (see `plan_work`), `tables` int32 [max_sequences, max_blocks] (the pool blocks of each sequence),
+    and a record `Layer` for each layer. Layers that keep only a window of tokens in blocks of their own use
+    `window_tables` in place of `tables`.
     """
 
     def __init__(
@@ -180,8 +185,9 @@ class StepMemory:
         attention: Sequence[LayerAttention] | None = None,
         own_blocks: Collection[int] = (),
     ) -> None:
-        """Allocate the arrays. `planes`: for each layer the addresses of its K and V planes. `attention`: None is plain
-        for all. `own_blocks`: the layers that `window_tables` is for.
+        """Allocate the arrays. `planes` has for each layer the addresses of its K and V planes, `attention` its
+        settings (None: plain causal attention in all layers). `own_blocks` are the numbers of the layers that use
+        `window_tables`.
         """
         self.shape = shape
         self.sequences = np.zeros((max_sequences, 4), np.int32)
@@ -239,8 +245,8 @@ class StepMemory:
         return ct.addressof(self.layers[index])
 
     def begin(self, count: int, threads: int = 1) -> None:
-        """Plan the attention of the first `count` rows of `sequences` for `threads` threads. Steps of equal shape share
-        a plan.
+        """Divide the attention of the first `count` sequences of `sequences` into items for `threads` threads. Call it
+        before each step. A step of the same sizes as the last one reuses its items.
         """
         self._counters[:] = 0
         rows, context = self.sequences[:count, 1], self.sequences[:count, 2]

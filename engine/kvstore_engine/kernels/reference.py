@@ -26,10 +26,12 @@ def paged_attention(
     context: Int32Array,
     kind: LayerAttention = _PLAIN,
 ) -> FloatArray:
-    """Return causal attention of one sequence whose K and V have been gathered into order.
+    """Return causal attention of new tokens of one sequence, whose K and V are given in the order of positions, not in
+    blocks.
 
-    queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32 [rows]: the
-    number of leading tokens up to each row's own. The result is float32 [rows, heads, head_dim].
+    queries: [rows, heads, head_dim], a row for each new token. keys, values: [tokens, kv_heads, head_dim]. All are
+    float32. context: int32 [rows], the number of leading tokens up to and including each row's own. kind: the layer's
+    settings. The result is float32 [rows, heads, head_dim].
     """
     rows, heads, head_dim = queries.shape
     group = heads // keys.shape[1]
@@ -49,7 +51,7 @@ def paged_attention(
 
 
 class ReferenceKernels(Kernels):
-    """Kernels in plain NumPy, slow, with which the native ones are compared."""
+    """Kernels in plain NumPy. They are slow; tests compare the native kernels with them."""
 
     name = "reference"
 

@@ -34,7 +34,9 @@ class NativeKernels(Kernels):
     name = "cpp"
 
     def __init__(self, library: Path, isa: str | None = None) -> None:
-        """Load `library`, for the instruction set `isa` or the best one. Raises OSError if that cannot be."""
+        """Load the compiled `library`. `isa` names the instruction set to use, such as "avx2"; None takes the best one
+        that this processor has. Raises OSError if the library cannot be loaded or the processor lacks `isa`.
+        """
         self._library = ct.CDLL(str(library), mode=ct.RTLD_LOCAL)
         self._library.kv_build_name.restype = ct.c_char_p
         for operation in ("attention", "q4_product", "q8_product"):
@@ -116,8 +118,9 @@ class KernelError(OperationError):
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """Return the processor kernels called `name`, or the ones that $KVENGINE_KERNEL names, or the fastest that work
-    here. Raises KernelError.
+    """Return the processor kernels called `name` ("cpp" or "reference"). With None, $KVENGINE_KERNEL names them;
+    without that variable, it returns the compiled ones if they work here, otherwise the slow ones in NumPy. Raises
+    KernelError for an unknown name, or if the named kernels cannot be used here.
     """
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:

@@ -16,9 +16,8 @@ Extent = Literal["width", "queries", "kv", "qkv", "head", "feed_forward", "gate_
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One weight of a layer, `blk.N.{name}.weight`: its extents, the contiguous one first.
-
-    `bias`: a file may bring `blk.N.{name}.bias`, which is then added.
+    """The weight of a layer that files call `blk.N.{name}.weight`: its extents, the contiguous one first. `bias`: a
+    file may have a tensor `blk.N.{name}.bias`, which is then added to the product.
     """
 
     name: str
@@ -28,12 +27,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The layers that see only the last tokens, and their rotation.
-
-    default_tokens: the window if the file names none; 0: then all layers see everything.
-    period:         the last of each `period` layers sees everything; 0: none does. A file may name another.
-    local_base:     frequency base of windowed layers if the file names none; these layers are then not scaled.
-                    None: they rotate as the others do.
+    """The settings of layers that see only the last tokens (a sliding window). default_tokens: the window in tokens if
+    the file names none; 0: then all layers see everything. period: the last of each `period` layers sees everything,
+    unless the file names another number; 0: no layer does. local_base: the frequency base of the rotation in windowed
+    layers if the file names none; these layers are then not scaled. None: they rotate as the other layers do.
     """
 
     default_tokens: int
@@ -43,20 +40,17 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One value of `general.architecture`.
+    """The description of the models that have one value of `general.architecture`. models: their families, for people.
+    parts: the weights of a layer; a file has either `attn_qkv` or q, k and v apart. rotation: "normal" rotates
+    neighbouring channels as a pair, "neox" a channel of the first half with one of the second. partial_rotation: fewer
+    channels than a head has may be rotated. rope_factors: names of tensors that may have a divisor for each frequency.
+    activation: the function of the gate; with "swiglu_fused" one matrix computes gate and up.
 
-    models:           the families that it stands for, for people.
-    parts:            the tensors of a layer. A file has either `attn_qkv` or q, k and v apart.
-    rotation:         "normal" rotates neighbouring channels, "neox" one half against the other.
-    partial_rotation: fewer channels than a head has may be rotated.
-    rope_factors:     tensors that may bring a divisor for each frequency.
-    activation:       of the gate; "swiglu_fused" where one matrix computes gate and up.
-    ignores_window:   a window that a file names is not applied.
-    output:           "own" matrix unless the file has none, or always "tied" to the embeddings.
-    output_bias:      a file may bring `output.bias`.
-    scaled_embedding: embeddings are multiplied by sqrt(width).
-    width_scaled_layers: models with this number of layers scale scores by the width per head, not by head_dim.
-    attention_softcap, output_softcap: the caps if the file names none; None: there is no such cap.
+    windows: the layers with a sliding window; ignores_window: a window that a file names is not used. output: "own" if
+    a file may have an output matrix, "tied" if it is always the embeddings'. output_bias: a file may have
+    `output.bias`. scaled_embedding: embeddings are multiplied by sqrt(width). width_scaled_layers: in models with this
+    number of layers, scores are scaled by the width per head and not by head_dim. attention_softcap, output_softcap:
+    the caps if the file names none; None: no cap.
     """
 
     name: str

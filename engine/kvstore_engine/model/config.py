@@ -27,13 +27,13 @@ _MAX_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder. `width` is the residual stream, `kv_width` one token's K (or V).
-
-    `rope` is the rotation of layers that see everything, `local_rope` the rotation of layers with a window, if
-    different. `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
-    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this number of
-    tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the number of tokens; `padding`: rows
-    of embeddings and of the output matrix past the last token, which get no logits.
+    """The sizes and settings of a decoder model. `width` is the number of values of a hidden state, `kv_width` of one
+    token's K (or V). `rope` is the rotation of layers that see everything, `local_rope` the rotation of layers with a
+    window, if different. `windows` has for each layer the number of tokens that it sees, 0 for all; if it is empty, all
+    layers see everything. `attention_scale` 0 means 1 / sqrt(head_dim); a soft cap of 0 means none. `longest_context`:
+    for contexts of more tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary` is the number of
+    tokens. `padding` is the number of rows of the embeddings and the output matrix past the last token, which get no
+    logits.
     """
 
     name: str
@@ -73,24 +73,24 @@ class ModelConfig:
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with a sliding window, if other layers see everything; empty if all layers are
-        alike.
+        """The numbers of the layers with a sliding window in a model whose other layers see everything. It is empty if
+        all layers are alike.
         """
         windowed = tuple(layer for layer, window in enumerate(self.windows) if window)
         return windowed if len(windowed) < self.layers else ()
 
     @property
     def window_tokens(self) -> int:
-        """The number of tokens that the layers with a sliding window see; 0 if there are no such layers."""
+        """The number of tokens that the layers in `windowed_layers` see; 0 if there are no such layers."""
         return max((self.window(layer) for layer in self.windowed_layers), default=0)
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the settings of the rotary position embedding of queries and keys in `layer`."""
+        """Return the settings of the rotary position embedding of `layer`."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def describe_attention(self) -> str:
-        """Return one line of text that differs whenever two models with equal weights compute different keys and
-        values, for example by rotation or window.
+        """Return one line of text about rotation, windows and the like. It differs for two models with equal weights
+        whenever they compute different keys and values.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}

@@ -15,8 +15,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def rotation(rope: RopeConfig, factors: npt.NDArray[np.float32] | None) -> tuple[FloatArray, float]:
-    """Return the angles by which a token's position rotates each pair of channels, radians a token, float64 [dimensions
-    / 2], and the factor of the rotated pair. `factors` divides each angle.
+    """Return the angles of a rotary embedding, and the factor of the rotated channels. The angles are the radians a
+    token by which each pair of channels turns, float64 [dimensions / 2]. `factors`, if given, has a divisor for each
+    angle.
     """
     pairs = np.arange(rope.dimensions // 2, dtype=np.float64)
     plain = rope.frequency_base ** (-2.0 * pairs / rope.dimensions)

@@ -17,8 +17,9 @@ _SIGN = np.uint8(0x88)  # turns a nibble that is 8 too large into a signed one
 
 
 def interleave_q4_0(rows: Bytes) -> Bytes:
-    """Return the q4_0 matrix `rows`, uint8 [8 * n, row bytes], with eight rows interleaved, uint8 [n, 8 * row bytes].
-    Each block of 32 elements has first the scales of the eight rows, then their signed nibbles in turns of eight bytes.
+    """Return the q4_0 matrix `rows`, uint8 [8 * n, row bytes], in the layout in which eight rows are interleaved, uint8
+    [n, 8 * row bytes]. For each block of 32 elements come first the scales of the eight rows, then their signed
+    nibbles, eight bytes of each row in turn.
     """
     blocks = rows.reshape(-1, ROWS_TOGETHER, rows.shape[1] // _Q4_BLOCK_BYTES, _Q4_BLOCK_BYTES).swapaxes(1, 2)
     groups, count = blocks.shape[:2]
@@ -29,16 +30,16 @@ def interleave_q4_0(rows: Bytes) -> Bytes:
 
 
 def is_interleaved_q4_0(rows: Bytes, repacked: Bytes) -> bool:
-    """Return True if `repacked`, uint8 [8 * row bytes], is what `interleave_q4_0` makes of the first eight of
+    """Return True if `repacked`, uint8 [8 * row bytes], is what `interleave_q4_0` returns for the first eight rows of
     `rows`.
     """
     return bool(np.array_equal(interleave_q4_0(rows[:ROWS_TOGETHER])[0], repacked))
 
 
 def interleave_q8_0(rows: Bytes, target: Bytes) -> None:
-    """Write the q8_0 matrix `rows`, uint8 [8 * n, row bytes], with eight rows interleaved to `target`, uint8 [8 * n *
-    row bytes]. Each block of 32 elements has first the scales of the eight rows, then their values in turns of four
-    bytes. Both arrays are contiguous.
+    """Write the q8_0 matrix `rows`, uint8 [8 * n, row bytes], to `target`, uint8 [8 * n * row bytes], in the layout in
+    which eight rows are interleaved. For each block of 32 elements come first the scales of the eight rows, then their
+    values, four bytes of each row in turn. Both arrays are contiguous.
     """
     row_bytes = rows.shape[1]
     groups, count = len(rows) // ROWS_TOGETHER, row_bytes // _Q8_BLOCK_BYTES

@@ -15,14 +15,16 @@ class UnsupportedModel(UsageError):
 
 
 class Hyperparameters:
-    """The metadata of a GGUF file whose keys begin with the name of its architecture, read by the rest of the key."""
+    """A reader of a GGUF file's metadata that describes the model's architecture. Keys are given without the name of
+    the architecture with which they begin in the file.
+    """
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def get(self, key: str) -> object:
-        """Return the value of `key` as it is stored, or None."""
+        """Return the value of `key` as it is stored; None if the file does not have it."""
         return self._metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:

@@ -25,15 +25,17 @@ def interleaves_q8_0(file: GGUFFile) -> bool:
 
 
 def order_of_sums(file: GGUFFile) -> str:
-    """Return a name for the way this engine sums the products of the model in `file`, if results differ from ggml's in
-    the last bits; otherwise "". K/V blocks are shared only between engines with an equal name.
+    """Return a name for the order in which this engine sums products of the model in `file`, if that makes results
+    differ from ggml's in the last bits; otherwise "". K/V blocks are shared only between engines with an equal name.
     """
     before_output = (info for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
     return _BY_COLUMNS if any(map(can_interleave, before_output)) and interleaves_q8_0(file) else ""
 
 
 def copied_bytes(file: GGUFFile) -> int:
-    """Return the most bytes of memory that copies of matrices of `file` can take, without the mapped file itself."""
+    """Return the most bytes of memory that the engine's own copies of matrices of `file` can take, in addition to the
+    mapped file.
+    """
     tensors, types = file.tensors, {Q4_0, Q8_0} if interleaves_q8_0(file) else {Q4_0}
     is_tied = _OUTPUT not in tensors  # else rows of the embeddings are only looked up
     return sum(

@@ -20,7 +20,7 @@ def multipliable_types(library: Library) -> frozenset[int]:
 
 def check_quantisation(file: GGUFFile, library: Library) -> None:
     """Raise UnsupportedModel if `file` has a matrix of a type that ggml's `library` cannot multiply. The message names
-    the first.
+    the first such matrix.
     """
     supported = multipliable_types(library)
     for tensor in file.tensors.values():

@@ -24,11 +24,10 @@ _SCALINGS = ("none", "linear", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotation of queries and keys in some layers.
-
-    `neox`: one half of the rotated channels against the other instead of neighbours. `factors`: the tensor with a
-    divisor for each frequency, or "". `attention_factor`: the parameter of `ggml_rope_ext`, which multiplies it by 1 +
-    0.1 ln(1 / frequency_scale) for YaRN.
+    """The settings of the rotary position embedding in some layers. With `neox`, channel i and channel i + dimensions /
+    2 are rotated as a pair, otherwise neighbouring channels. `factors` is the name of the tensor with a divisor for
+    each frequency, or "". `attention_factor` is the parameter of `ggml_rope_ext`, which multiplies it by 1 + 0.1 ln(1 /
+    frequency_scale) for YaRN.
     """
 
     dimensions: int
@@ -44,7 +43,7 @@ class RopeConfig:
 
     def describe(self) -> str:
         """Return one line of text that differs whenever two settings rotate keys differently. It is a part of the
-        fingerprint.
+        fingerprint under which blocks are stored.
         """
         line = f"{'neox' if self.neox else 'norm'}/{self.dimensions}"
         line += f"/base={_exact(self.frequency_base)}/scale={_exact(self.frequency_scale)}"
@@ -60,9 +59,9 @@ class RopeConfig:
 def read_rope(
     keys: Hyperparameters, family: Architecture, tensors: Collection[str], head_dim: int, context: int | None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotation of layers that see everything, and of layers with a sliding window, as the metadata `keys`
-    say. `tensors` are the names of the file's tensors; `context` is the longest sequence in tokens. Raises
-    UnsupportedModel.
+    """Return two rotations, of the layers that see everything and of the layers with a sliding window, as the metadata
+    `keys` of a model of `family` give them. `tensors` are the names of the file's tensors; `context` is the longest
+    sequence in tokens. Raises UnsupportedModel.
     """
     scaling = keys.get("rope.scaling.type")
     if scaling is not None and scaling not in _SCALINGS:

@@ -19,8 +19,8 @@ _FACTOR_TENSORS = {"freqs": (FREQUENCY_FACTORS,), "long_short": (SHORT_FACTORS, 
 
 
 def layer_parts(config: ModelConfig, layer: int, tensors: Collection[str]) -> Iterator[Part]:
-    """Yield the weights of `layer` that the architecture lists and the file's `tensors` contain: q, k and v in one
-    matrix or three.
+    """Yield the weights of the layer number `layer` that the architecture lists and a file with the tensor names
+    `tensors` has. Q, K and V are in one matrix or in three.
     """
     absent = _APART if f"blk.{layer}.{_FUSED}.weight" in tensors else (_FUSED,)
     return (part for part in config.family.parts if part.name not in absent)

@@ -30,10 +30,9 @@ _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 
 
 class Linear(NamedTuple):
-    """A matrix and the bias of its product, as ggml tensor handles (addresses); 0: there is none.
-
-    `interleaved`: the matrix is q4_0 or q8_0 in the layout of `interleaved_layout`. Only the engine's own operation can
-    multiply one of q8_0: ggml does not know the layout.
+    """A matrix to multiply with, and the bias that is added, as addresses of ggml tensors; 0: there is none.
+    `interleaved`: the matrix is q4_0 or q8_0 in the layout of `interleaved_layout`. An interleaved q8_0 matrix needs
+    the engine's own operation, because ggml does not know its layout.
     """
 
     weight: int = 0
@@ -48,8 +47,8 @@ _JOINT = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ff
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one transformer layer, norms as addresses of ggml tensors. A part that the architecture does not
-    have is 0.
+    """The weights of one transformer layer. Norms are addresses of ggml tensors. A norm that the architecture does not
+    have is 0; a matrix that it does not have is an empty `Linear`.
     """
 
     attn_norm: int
@@ -239,7 +238,7 @@ class Model:
 def load_model(
     file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
 ) -> Model:
-    """Load the model in `file`, which the model closes later. `context` is the longest sequence in tokens. Raises
-    UnsupportedModel, GGMLError or KernelError.
+    """Load the model in `file`, which `Model.close` closes, for ggml's `library`. With `repack` matrices may be copied
+    into faster layouts. `context` is the longest sequence in tokens. Raises UnsupportedModel, GGMLError or KernelError.
     """
     return Model(file, library or load_library(), repack=repack, context=context)

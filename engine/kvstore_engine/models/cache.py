@@ -40,8 +40,8 @@ def models_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Return a context manager that holds a lock on making the file `target`, so that a second process waits and then
-    finds it made. The lock file stays.
+    """Hold a lock on making the file `target` while the `with` block runs. A second process that wants to make the same
+    file waits, and then finds it made. The lock file stays.
     """
     lock = target.with_name(f".{target.name}.lock")
     with open(lock, "a") as handle:
@@ -55,8 +55,8 @@ def exclusive(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[BinaryIO]:
-    """Return a context manager that gives a file to write. It becomes `target` if the block ends without an error, and
-    is deleted otherwise.
+    """Give the `with` block a file to write, which becomes `target` if the block ends without an error and is deleted
+    otherwise. Raises OperationError if it cannot be written.
     """
     try:
         with replaced_file(target, mode=0o644, is_shared=True) as file:

@@ -49,12 +49,13 @@ class _Target(NamedTuple):
 
 
 def convert(source: Path, target_type: str, folder: Path | None = None, digest: str | None = None) -> Path:
-    """Return the path of `source` with its matrices as `target_type`, converted on first use.
+    """Return the path of a model file like `source` with its matrices in the quantisation `target_type`, which is made
+    on first use.
 
-    The result is beside the source (or in `folder`) under a name that holds the source's digest, so that a changed
-    source is converted anew; pass `digest` if the source's bytes are known, to avoid reading them. Return `source`
-    itself if nothing would change. Raises UsageError for a type that cannot be read or written; OperationError if the
-    result cannot be stored; GGUFError for a bad source.
+    The result is beside the source (or in `folder`). Its name contains the source's digest, so that a changed source is
+    converted anew; pass that `digest`, if it is known, to avoid reading the whole source. Return `source` itself if
+    nothing would change. Raises UsageError for a type that cannot be read or written; OperationError if the result
+    cannot be stored; GGUFError for a bad source.
     """
     if target_type not in QUANTISATIONS:
         raise UsageError(f"cannot convert to {target_type!r}; choose one of {', '.join(QUANTISATIONS)}")
@@ -63,8 +64,8 @@ def convert(source: Path, target_type: str, folder: Path | None = None, digest: 
 
 
 def converted_path(source: Path, target_type: str, folder: Path, digest: str) -> Path:
-    """Return the path in `folder` of the converted file for `source` with the digest `digest` and matrices of
-    `target_type`.
+    """Return the path in `folder` of the file into which `source` is converted. `target_type` is the quantisation of
+    its matrices, `digest` the digest of the source.
     """
     return folder / f"{source.stem}.{target_type}-{digest[:12]}.gguf"
 

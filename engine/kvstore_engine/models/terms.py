@@ -16,7 +16,9 @@ _HIDDEN, _BREAKING = ("script", "style"), ("p", "li", "h1", "h2", "h3", "h4", "d
 
 
 def plain_text(page: str) -> str:
-    """Return the text of the article in the HTML `page`, from its first heading on; all text if there is no heading."""
+    """Return the readable text of the HTML `page`, a line for each paragraph, from the first main heading to the end of
+    the article. Without a heading it begins at the start of the page.
+    """
     start = max(page.find("<h1"), 0)
     end = page.find("</article>", start)
     reader = _Text()
@@ -26,8 +28,8 @@ def plain_text(page: str) -> str:
 
 
 def ask_on_terminal(model: KnownModel, text: str) -> None:
-    """Print the terms `text` of `model` and ask the user. Raises UsageError unless the answer is yes, and if there is
-    no terminal.
+    """Print the terms `text` of `model` and ask the user to agree. Raises UsageError if the answer is not yes, or if
+    there is no terminal to ask on.
     """
     print(text, file=sys.stderr)
     if not (sys.stdin is not None and sys.stdin.isatty()):
@@ -41,7 +43,9 @@ def ask_on_terminal(model: KnownModel, text: str) -> None:
 
 
 def agree(model: KnownModel, text: str) -> None:
-    """Print the terms `text` of `model`, to which the user has agreed by an option."""
+    """Print the terms `text` of `model`. The user has agreed to them by an option of the command, so nothing is
+    asked.
+    """
     print(text, file=sys.stderr)
     print(f"{model.name}: you agreed to these terms with --accept-terms", file=sys.stderr)
 

@@ -18,8 +18,8 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
 class Histogram:
-    """A histogram of numbers of 0 and more, whose buckets grow with the value, so that quantiles are off by a fixed
-    small share.
+    """A histogram of numbers of 0 and more, from which quantiles can be read. A bucket's width grows with its values,
+    so that a quantile is wrong by at most the share `ERROR` of its value.
     """
 
     def __init__(self, values: Iterable[float] = ()) -> None:
@@ -31,7 +31,7 @@ class Histogram:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Count `value`. Raises ValueError if it is negative or not finite."""
+        """Add `value` to the histogram. Raises ValueError if it is negative or not finite."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
         self.count += 1
@@ -48,7 +48,9 @@ class Histogram:
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Return the least value that a `share` (0 to 1) of all values do not exceed; 0 if there are none."""
+        """Return the quantile `share` (0 to 1) of all counted values: the least value that this share of them does not
+        exceed. Return 0 if no value was counted. Raises ValueError for another `share`.
+        """
         if not 0 <= share <= 1:
             raise ValueError(f"{share} is no share: 0 to 1")
         if not self.count:
@@ -69,7 +71,9 @@ class Histogram:
         raise AssertionError("the buckets hold fewer values than were counted")
 
     def cumulative(self) -> list[tuple[float, float]]:
-        """Return the points of the cumulative curve: a value, and the share of all values up to it."""
+        """Return the points of the cumulative distribution, in order: pairs of a value and the share (0 to 1) of all
+        counted values that do not exceed it.
+        """
         if not self.count:
             return []
         seen = self._zeros
@@ -80,7 +84,9 @@ class Histogram:
         return points
 
     def as_json(self) -> dict[str, float]:
-        """Return the count, the mean, the extremes and the quantiles by name, such as "p50", as a dictionary."""
+        """Return the count, the mean, the least and greatest value and the quantiles by name, such as "p50", as a
+        dictionary.
+        """
         named = {f"p{share * 100:g}": self.quantile(share) for share in QUANTILES}
         return {
             "count": self.count,

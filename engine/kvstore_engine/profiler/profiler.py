@@ -40,7 +40,9 @@ class _Blocks:
 
 
 class Profiler(Observer):
-    """An observer that counts and sums an engine's events."""
+    """An observer that sums up an engine's work since it was made: latencies, throughput, use of the pool, and where
+    prompt tokens came from.
+    """
 
     def __init__(self) -> None:
         self.latency = {name: Histogram() for name in _LATENCIES}
@@ -120,7 +122,7 @@ class Profiler(Observer):
         return max(0.0, self._end_s - self._begin_s) if self._begin_s is not None else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Return all figures so far as a dictionary, in seconds and tokens."""
+        """Return all figures so far as a dictionary of counts, tokens, seconds and rates."""
         seconds, blocks = self.seconds, self._blocks
         per_second = (lambda count: count / seconds) if seconds else (lambda count: 0.0)
         mean_used = blocks.weighted_used / blocks.seconds if blocks.seconds else 0.0

@@ -30,8 +30,8 @@ Key = tuple[str, int]
 
 
 class TraceFile:
-    """A writer of a trace file in Chrome's format. Times are seconds of any one clock; the first one written
-    becomes 0.
+    """A writer of a trace file in Chrome's Trace Event format, which shows events on tracks along time. Times are
+    seconds of any one clock; the first time written becomes 0.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,14 +47,16 @@ class TraceFile:
         self._groups: dict[str, int] = {}
 
     def group(self, name: str) -> int:
-        """Return the number of the group of tracks called `name`, which is made on first use."""
+        """Return the number of the group of tracks called `name`. A new group is made for a new name."""
         if name not in self._groups:
             number = self._groups[name] = len(self._groups) + 1
             self._name("process", number, 0, name, number)
         return self._groups[name]
 
     def track(self, group: str, name: str) -> tuple[int, int]:
-        """Return the numbers of the group and of the track `name` in it, which are made on first use."""
+        """Return the pair of numbers that names a track: of the group `group`, and of the track `name` in it. A new
+        track is made for a new name.
+        """
         pid = self.group(group)
         key = (pid, name)
         if key not in self._tracks:
@@ -63,18 +65,24 @@ class TraceFile:
         return pid, self._tracks[key]
 
     def span(self, track: tuple[int, int], name: str, begin_s: float, end_s: float, **details: object) -> None:
-        """Write an event on `track` that lasted from `begin_s` to `end_s`. `details` are shown with it."""
+        """Write an event called `name` on `track` that lasted from `begin_s` to `end_s`, in seconds. The viewer shows
+        `details` with the event.
+        """
         length = max(0.0, end_s - begin_s)
         self._write(
             {"ph": "X", "name": name, **self._at(track, begin_s), "dur": round(length * _US, 3), "args": details}
         )
 
     def instant(self, track: tuple[int, int], name: str, at_s: float, **details: object) -> None:
-        """Write an event on `track` at the time `at_s`. `details` are shown with it."""
+        """Write an event without a length, called `name`, on `track` at the time `at_s`, in seconds. The viewer shows
+        `details` with the event.
+        """
         self._write({"ph": "i", "s": "t", "name": name, **self._at(track, at_s), "args": details})
 
     def counter(self, group: str, name: str, at_s: float, **values: float) -> None:
-        """Write the new values of quantities, given by name in `values`, at the time `at_s`."""
+        """Write the values of the counter `name` of the group `group` from the time `at_s`, in seconds, on. `values`
+        gives one or more numbers by name.
+        """
         self._write({"ph": "C", "name": name, **self._at((self.group(group), 0), at_s), "args": values})
 
     def flush(self) -> None:

@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
 
 class PoolLoad(Protocol):
-    """A copy of stored blocks into the pool that has begun. The lease on the blocks must last until `finish`."""
+    """A running copy of stored blocks into the K/V pool. The lease on the blocks must last until `finish` has
+    returned.
+    """
 
     def finish(self) -> bool:
-        """Wait for all copies. Return True if the blocks are in the pool and the lease was valid to the end. It does
-        not raise and may be called again.
+        """Wait until all blocks are copied. Return True if they are in the pool and the lease was valid to the end. It
+        does not raise and may be called again.
         """
         ...
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the copies took, once the load is finished; None if the caller must measure them."""
+        """The seconds that the copies took, once `finish` has returned; None if the caller must measure them."""
         ...
 
 
 class PoolCopies(Protocol):
-    """The way to copy blocks between the daemon's memory and one pool. If `waits_by_layer`, a step may begin before a
-    load is finished and waits for each layer itself. `device` is the device memory with which to open sessions, or
-    None.
+    """A maker of copies of blocks between the daemon's memory and one K/V pool. If `waits_by_layer` is true, a step may
+    begin before a load is finished; it then waits for each layer. `device` is the device memory with which to open
+    sessions, or None.
     """
 
     @property
@@ -47,18 +49,20 @@ class PoolCopies(Protocol):
     def device(self) -> DeviceMemory | None: ...
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
-        """Begin to copy blocks of `lease` into the pool, and return the load. Each entry of `blocks` is a block's
-        number in the lease with the pool blocks that it fills, in token order.
+        """Begin to copy blocks of `lease` into the pool, and return the running copy. Each entry of `blocks` is the
+        number of a storage block in the lease and the pool blocks that it fills, in token order.
         """
         ...
 
     def payload(self, table: list[int]) -> Payload:
-        """Return a function that writes the storage block in the pool blocks `table` into the slot of a put."""
+        """Return a function that writes one storage block, which is in the pool blocks `table`, into the daemon's
+        memory when the block is stored.
+        """
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Note before each step whether it computes next tokens of answers. Copies that no request waits for then leave
-        the link to the device free.
+        """Receive before each step whether it computes next tokens of answers. While it does, copies that no request
+        waits for leave the link to the device free.
         """
         ...
 
@@ -73,8 +77,8 @@ class _Copied:
 
 
 class HostPoolCopies:
-    """Copies between the daemon's shared memory and a pool in host memory, by the processor. A load is finished when
-    `load` returns.
+    """A maker of copies between the daemon's shared memory and a pool in host memory. The processor copies, and a copy
+    is finished when `load` returns.
     """
 
     waits_by_layer, device = False, None

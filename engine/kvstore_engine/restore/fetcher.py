@@ -21,10 +21,11 @@ Order = Literal["front", "back"]
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """The answer to one lookup of a prefix. Once `done`, `lease` covers the first blocks that are mapped, or is None
-    with the `failure`. If later blocks are in slower tiers, `tiers` names the tier of each block, and
-    `estimated_load_s` is the daemon's estimate in seconds. `due_s` is when the answer is due. For layers with a sliding
-    window, `window` is the lease on their blocks from number `window_first` on; without it, `reason` says why.
+    """The state of one lookup of a prefix in the daemon. Once `done`, `lease` covers the leading blocks that are
+    mapped, or is None with the reason in `failure`. If later blocks are in slower tiers, `tiers` has the tier of each
+    block, and `estimated_load_s` is the daemon's estimate for loading them, in seconds. `due_s` is when the answer is
+    due. For layers with a sliding window, `window` is the lease on their blocks from number `window_first` on; without
+    it, `reason` says why.
     """
 
     begun_s: float
@@ -45,13 +46,15 @@ class Fetch:
         return self.done
 
     def release(self) -> None:
-        """End `lease`, if there is one. The lease `window` goes on."""
+        """End the lease on the blocks of all layers, if there is one. The lease `window` on blocks of windowed layers
+        goes on.
+        """
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.__exit__(None, None, None)
 
     def close(self) -> None:
-        """End both leases, if there are any."""
+        """End both leases, on blocks of all layers and on blocks of windowed layers, if there are any."""
         self.release()
         window, self.window = self.window, None
         if window is not None:
@@ -60,8 +63,8 @@ class Fetch:
 
 @dataclass(slots=True)
 class ArrivedBlocks:
-    """Blocks of a prefix, from number `first` on, that a stream has made readable at the time `at_s` (seconds). The
-    first `copied` of them need no more work.
+    """Blocks of a prefix, from number `first` on, that became readable at the time `at_s` (seconds) and are leased by
+    `lease`. The first `copied` of them need not be copied any more.
     """
 
     first: int
@@ -73,7 +76,7 @@ class ArrivedBlocks:
 @dataclass(slots=True, eq=False)
 class BlockStream:
     """Blocks of one prefix that the daemon loads from slower tiers, one after another. `arrived` has the blocks that
-    the engine has not taken yet, `tiers` the tier of each block once the daemon has answered. Once `done`, no more
+    the engine has not taken yet; `tiers` has the tier of each block, once the daemon has answered. Once `done`, no more
     arrive, and `reason` says why.
     """
 
@@ -91,8 +94,8 @@ class BlockStream:
 
 
 class Awaited(Protocol):
-    """An answer from the daemon for which `Fetcher.wait` can wait. `has_news` is True if something has arrived or it
-    has ended.
+    """A lookup or a stream of blocks for which `Fetcher.wait` can wait. `has_news` is True if something has arrived, or
+    if it has ended.
     """
 
     @property
@@ -100,8 +103,8 @@ class Awaited(Protocol):
 
 
 class Fetcher:
-    """A pool of `threads` threads that ask the daemon for stored blocks and wait for its answers; further requests are
-    queued.
+    """A pool of `threads` threads that ask the daemon for stored blocks and wait for its answers. Further requests wait
+    in a queue.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, threads: int = _THREADS) -> None:
@@ -113,9 +116,9 @@ class Fetcher:
     def request(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, window_tokens: int = 0
     ) -> Fetch:
-        """Start to look up the first `max_blocks` blocks of `tokens` in `session`, and return the answer to come.
-        `deadline_s` is in seconds. `window_tokens` is the window of layers whose blocks are stored apart, 0 if there
-        are none. The tokens must not change afterwards.
+        """Start to look up the first `max_blocks` blocks of `tokens` in `session`, and return an object that will have
+        the result. The lookup may take `deadline_s` seconds. `window_tokens` is the window of layers whose blocks are
+        stored apart, 0 if there are none. The array `tokens` must not be changed afterwards.
         """
         now = self._clock()
         fetch = Fetch(now, now + deadline_s)
@@ -125,8 +128,8 @@ class Fetcher:
     def stream(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, order: Order = "back"
     ) -> BlockStream:
-        """Start to load the first `max_blocks` blocks of `tokens` from slower tiers, and return the stream. `order`
-        "back" begins with the last block.
+        """Start to load the first `max_blocks` blocks of `tokens` from slower tiers, and return an object that receives
+        them. It may take `deadline_s` seconds. With `order` "back" the last block is loaded first.
         """
         stream = BlockStream(self._clock())
         self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s, order)
@@ -139,7 +142,7 @@ class Fetcher:
         return arrived
 
     def drop(self, dropped: Fetch | BlockStream) -> None:
-        """Discard the answer or stream `dropped`, and release its leases, also leases that arrive later."""
+        """Discard the lookup or stream `dropped`, and release its leases, also the ones that arrive later."""
         with self._changed:
             dropped.is_dropped = True
             source = dropped.source if isinstance(dropped, BlockStream) else None
@@ -150,18 +153,20 @@ class Fetcher:
             dropped.close()
 
     def wait(self, awaited: Iterable[Awaited], timeout_s: float) -> None:
-        """Wait until one of `awaited` has news or `notify` is called, at most `timeout_s` seconds."""
+        """Wait, at most `timeout_s` seconds, until something of `awaited` has news (an answer, a block or its end), or
+        until `notify` is called.
+        """
         known = list(awaited)
         with self._changed:
             self._changed.wait_for(lambda: any(each.has_news for each in known), timeout_s)
 
     def notify(self) -> None:
-        """Wake the threads that are in `wait`, so that they look again."""
+        """Wake the threads that are in `wait`, so that they return."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until the threads have ended; each request has a deadline. Queued requests are dropped."""
+        """Drop queued requests and wait until the threads have ended. Each request that runs has a time limit."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -228,9 +233,9 @@ class Fetcher:
 
 
 def look_up_prefix(fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
-    """Look up the first `max_blocks` blocks of `tokens`. `fetch` gets the lease on the mapped ones and the tiers of the
-    others. If `fetch` has a lease on a window already, all `max_blocks` blocks must be stored; otherwise its leases are
-    ended with a reason.
+    """Look up the first `max_blocks` blocks of `tokens`. `fetch` gets the lease on the mapped blocks and the tiers of
+    the others. If `fetch` has a lease on blocks of windowed layers already, all `max_blocks` blocks must be stored;
+    otherwise all its leases are ended, with the reason in `fetch`.
     """
     size = session.block_tokens
     lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False).__enter__()
@@ -246,9 +251,9 @@ def look_up_prefix(fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks:
 def look_up_window(
     fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float, window_tokens: int
 ) -> int:
-    """Find the longest stored prefix of `tokens` that layers with a window of `window_tokens` can resume, and lease
-    their blocks for `fetch`. Return the number of blocks of that prefix; 0 if there is none, with the reason in
-    `fetch`.
+    """Find the longest stored prefix of `tokens` after which layers with a window of `window_tokens` tokens can go on
+    computing, and give `fetch` the lease on these layers' blocks. Return the number of blocks of that prefix; 0 if
+    there is none, with the reason in `fetch`.
     """
     point, size = session.resume_point(tokens, max_blocks=max_blocks, deadline_s=deadline_s), session.block_tokens
     fetch.reason = str(point.reason)

@@ -26,10 +26,11 @@ def model_fingerprint(
     block_tokens: int = STORAGE_BLOCK_TOKENS,
     divided: bool = False,
 ) -> Fingerprint:
-    """Return the fingerprint of a model: everything that its K/V bytes depend on except the tokens. `kv_row_bytes` are
-    the bytes of one token's K in one layer, kept as `kv_dtype` in `layout`. `order_of_sums` names how products are
-    summed (`model.order_of_sums`). `divided` gives windowed layers a layer group of their own. Raises FingerprintError
-    if `block_tokens` is no multiple of `engine_block_tokens`.
+    """Return the fingerprint of a model: everything on which its stored K/V bytes depend, except the tokens.
+    `kv_row_bytes` are the bytes of one token's K in one layer, stored as `kv_dtype` in the given `layout`.
+    `order_of_sums` names how products are summed (`model.order_of_sums`). With `divided`, layers with a sliding window
+    are stored in blocks of their own. Raises FingerprintError if `block_tokens` is no multiple of
+    `engine_block_tokens`.
     """
     windowed = config.windowed_layers if divided else ()
     full = LayerGroup(

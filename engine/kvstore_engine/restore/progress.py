@@ -27,8 +27,8 @@ _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has show
 
 @dataclass(slots=True, eq=False)
 class StreamTimes:
-    """The measured times of a stream of chunks (storage blocks) in seconds: when it opened, when the last chunk came,
-    and for each tier the time from the opening to its last chunk.
+    """The measured times of a stream of chunks (storage blocks), in seconds: when it was opened, when the last chunk
+    came, and for each tier the time from the opening to the tier's last chunk.
     """
 
     opened_s: float
@@ -40,8 +40,9 @@ class StreamTimes:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RestoreProgress:
-    """The progress of restoring one prefix whose chunks (storage blocks) are partly loaded and partly computed. `tiers`
-    names the tier of each chunk, from block `first` on. `learned` predicts times and learns from the measured ones.
+    """The progress of restoring one prefix. Its chunks (storage blocks) are partly loaded and partly computed. `tiers`
+    has the name of the tier of each chunk, from block number `first` on. `learned` predicts times and learns from the
+    measured ones.
     """
 
     chunk_tokens: int
@@ -65,8 +66,8 @@ class RestoreProgress:
     work: list[Work] = field(default_factory=list)
 
     def decide(self, prefix: StoredPrefix, costs: RestoreCosts, *, loads_all: bool = False) -> RestorePlan:
-        """Choose by `costs` which chunks of `prefix` to load and which to compute, and return that plan. With
-        `loads_all` everything is loaded.
+        """Choose by the predicted `costs` which chunks (storage blocks) of `prefix` to load and which to compute, and
+        return that plan. With `loads_all` all chunks are loaded.
         """
         plans = plans_by_axis(prefix, costs)
         self.costs = costs
@@ -75,11 +76,13 @@ class RestoreProgress:
         return self.plan
 
     def open(self, stream: BlockStream, now_s: float) -> None:
-        """Note that `stream` began to bring chunks at the time `now_s`."""
+        """Note that `stream` was opened at the time `now_s` (seconds) to load chunks (storage blocks)."""
         self.stream, self.stream_times = stream, StreamTimes(now_s, now_s)
 
     def note_arrival(self, first: int, tiers: tuple[str, ...], at_s: float) -> None:
-        """Note that the storage blocks from number `first` on arrived at the time `at_s`, one from each of `tiers`."""
+        """Note that storage blocks arrived at the time `at_s` (seconds): one for each entry of `tiers`, which is the
+        block's tier, from block number `first` on.
+        """
         link = self.stream_times
         if link is None:
             return
@@ -92,18 +95,22 @@ class RestoreProgress:
         link.last_s = at_s
 
     def note_step(self, first: int, tokens: int, begin_s: float, end_s: float) -> None:
-        """Note that a step computed `tokens` tokens from position `first` on, from `begin_s` to `end_s`."""
+        """Note that a step computed `tokens` tokens from position `first` on, from the time `begin_s` to `end_s`
+        (seconds).
+        """
         self.compute_s += end_s - begin_s
         self.note("compute", first, tokens, begin_s, end_s)
 
     def note(self, kind: WorkKind, first: int, tokens: int, begin_s: float, end_s: float) -> None:
-        """Record a piece of work: `tokens` tokens from position `first` on, done from `begin_s` to `end_s`."""
+        """Record a piece of work of the kind `kind`: `tokens` tokens from position `first` on, done from the time
+        `begin_s` to `end_s` (seconds).
+        """
         if len(self.work) < WORK_ITEMS:
             self.work.append(Work(kind, first, tokens, begin_s, end_s))
 
     def learn_link(self, end_s: float | None = None) -> None:
-        """Learn the speed of each tier from the stream, which ended at `end_s`, or with its last chunk if that is
-        None.
+        """Learn how fast each tier loads from the stream of blocks, which ended at the time `end_s` (seconds), or with
+        its last block if `end_s` is None.
         """
         link, self.stream, self.stream_times = self.stream_times, None, None
         if link is None:
@@ -115,8 +122,8 @@ class RestoreProgress:
             self.learned.observe_load(tier, self.chunk_bytes, seconds, beside_computing=beside)
 
     def left_s(self, chunk: int = 0) -> float:
-        """Return the predicted seconds until `chunk` and all stored chunks after it are loaded; infinity if the stream
-        has stalled.
+        """Return the predicted seconds until chunk number `chunk` (a storage block) and all stored chunks after it are
+        loaded; infinity if nothing arrives any more.
         """
         left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.stream_times
         seconds = max((count * self._load_s(tier) for tier, count in left.items()), default=0.0)
@@ -131,8 +138,8 @@ class RestoreProgress:
         return max(0.0, seconds - silent_s)
 
     def is_overtaken(self, chunk: int, computing_s: float) -> bool:
-        """Return True if computing up to the end of `chunk`, which takes `computing_s` seconds alone, is expected to
-        end before that chunk is loaded.
+        """Return True if computing up to the end of chunk number `chunk` (a storage block), which takes `computing_s`
+        seconds if nothing else runs, is expected to end before that chunk is loaded.
         """
         assert self.costs is not None and self.plan is not None
         left_s = self.left_s(chunk)
@@ -143,8 +150,8 @@ class RestoreProgress:
         return computing_s * self.costs.contention.compute * _CAUTION <= left_s
 
     def recorded(self, request_id: str, ended_s: float, actual_s: float | None, reason: str) -> RestorationRecord:
-        """Return the record of the request's plan and result for observers. `actual_s` is the time from the plan until
-        everything was present, or None.
+        """Return the record of this restoration's plan and result, for observers. `ended_s` is its end, and `actual_s`
+        the time from the plan until all blocks were present, or None. `reason` says why not more was restored.
         """
         return RestorationRecord(
             request_id=request_id,

@@ -27,16 +27,16 @@ _MOST_HINTS, _MOST_DUE = 256, 64  # hints that wait beside them; further ones ar
 
 
 class BlockSender(Protocol):
-    """An object that can write a pool's blocks into the slot of a put; see `PoolCopies.payload`."""
+    """An object that can write blocks of the pool into the daemon's memory, to store them; see `PoolCopies.payload`."""
 
     def payload(self, table: list[int]) -> Payload: ...
 
 
 @dataclass(slots=True, eq=False)
 class QueuedPut:
-    """Storage blocks to put into the daemon: the blocks of the sequence `tokens` from number `first_block` on, each in
-    the pool blocks of one of `tables`. `windows` maps block numbers to payloads of layers with a sliding window.
-    `statuses` and `failure` are set when it has ended.
+    """A request to store blocks in the daemon: the storage blocks of the sequence `tokens` from number `first_block`
+    on, each in the pool blocks of one of `tables`. `windows` has the payloads of layers with a sliding window by block
+    number. `statuses` and `failure` are set when the request has ended.
     """
 
     session: KvSession
@@ -51,7 +51,7 @@ class QueuedPut:
 
     @property
     def reason(self) -> str:
-        """The reason why not all blocks were stored; "" if all were."""
+        """The reason why not all blocks of this put (a request to store blocks) were stored; "" if all were."""
         if self.failure:
             return self.failure
         if not self.statuses:
@@ -67,7 +67,7 @@ class QueuedPut:
 class QueuedHint:
     """A hint for the daemon's eviction about the whole blocks of `tokens`: an answer of `answer_tokens` tokens has
     ended with them, or a waiting request needs them in about `due_in_s` seconds. `next_step` is called when the hint is
-    sent and returns what follows the answer.
+    sent, and returns which request will follow the answer.
     """
 
     session: KvSession
@@ -78,8 +78,8 @@ class QueuedHint:
 
 
 class PutQueue:
-    """A queue of puts and hints to the daemon, sent one after another by a thread. `copies` reads the blocks from the
-    pool.
+    """A queue of puts (requests to store blocks) and hints, which a thread sends to the daemon one after another.
+    `copies` reads the blocks from the pool.
     """
 
     def __init__(self, copies: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -98,27 +98,29 @@ class PutQueue:
 
     @property
     def outstanding(self) -> int:
-        """The number of puts that `finished` has not returned yet."""
+        """The number of puts (requests to store blocks) that were offered and that `finished` has not returned yet."""
         return self._puts + self._handed
 
     @property
     def is_full(self) -> bool:
-        """True if too many puts wait: the caller should offer no more for now."""
+        """True if the queue is long, so that the caller should offer no more puts (requests to store blocks) for
+        now.
+        """
         return self._puts >= _MOST_WAITING
 
     def offer(self, put: QueuedPut) -> None:
-        """Add `put` to the queue. `settle` passes it to the thread."""
+        """Add `put`, a request to store blocks, to the queue. A later `settle` passes it to the thread."""
         self._waiting.append(put)
         self._puts += 1
 
     def hint(self, hint: QueuedHint) -> None:
-        """Add `hint` to the queue, behind the puts of its blocks. It is dropped if too many hints wait."""
+        """Add `hint` to the queue, behind the puts of its blocks. The hint is dropped if too many hints wait."""
         if len(self._waiting) - self._puts < (_MOST_HINTS if hint.due_in_s is None else _MOST_DUE):
             self._waiting.append(hint)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Pass the next put to the thread if that is idle, or all puts with `everything`, and wait up to `patience_s`
-        seconds for its end.
+        """Pass the next put (a request to store blocks) to the thread if the thread is idle, and wait up to
+        `patience_s` seconds for its end. With `everything` all puts are passed.
         """
         if not self._idle.is_set() and not everything:
             self._is_patient = False
@@ -143,7 +145,9 @@ class PutQueue:
             self._idle.wait(patience_s)
 
     def finished(self) -> list[QueuedPut]:
-        """Return the puts that have ended since the last call. The caller may free their blocks."""
+        """Return the puts (requests to store blocks) that have ended since the last call. The caller may free their
+        pool blocks.
+        """
         done = []
         while True:
             try:
@@ -156,12 +160,12 @@ class PutQueue:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the thread has nothing to do, at most `timeout_s` seconds."""
+        """Wait, at most `timeout_s` seconds, until the thread has sent everything that it has got."""
         self._idle.wait(timeout_s)
 
     def close(self) -> list[QueuedPut]:
-        """Finish the puts that the thread has, give up those still in the queue, and end the thread. Return all puts
-        whose blocks may be freed.
+        """Finish the puts (requests to store blocks) that the thread has got, give up the ones still in the queue, and
+        end the thread. Return all puts whose pool blocks may be freed.
         """
         given_up = [each for each in self._waiting if isinstance(each, QueuedPut)]
         self._waiting.clear()

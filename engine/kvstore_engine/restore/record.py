@@ -37,20 +37,21 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RestorationRecord:
-    """The record of restoring one prompt. Chunks are storage blocks; the ones in DRAM were copied first and are
-    `mapped`. The fields below are about the rest, `chunks` of them, which were in `tiers`.
+    """The record of restoring the K/V of one prompt. Chunks are storage blocks. The chunks in DRAM were copied first;
+    `mapped` is their number. All other counts are about the other chunks, `chunks` in number, whose tiers are in
+    `tiers`.
 
-    plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
-    predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.
-    actual_s:    from the plan until all was present; None if that was left to ordinary steps, or cut short.
-    loaded, computed, lost, wasted: chunks by the way they came; lost ones could not be loaded and were computed, wasted
-                 ones were done twice.
-    load_busy_s, compute_busy_s: seconds that the link, and steps, worked for it; the rest of `actual_s` they were idle.
-    stage:       None, or the number of the record's pipeline stage, which has the layers [first, end) of `layers`. Its
-                 `chunks` are all whole ones of the prompt, including chunks in DRAM and chunks that were not stored,
-                 which `tiers` does not count.
-    inputs:      chunks whose hidden states the stage loaded.
-    forwarded:   chunks that the stage had, and computed for the hidden states that the next one lacked.
+    plan: "load" or "compute" for all of these chunks, "tokens" for both at once; empty if DRAM had all chunks, or
+    nothing was stored. predicted_s: the predicted time of the plan; predicted_load_s, predicted_compute_s: the
+    predicted times of loading and of computing all. actual_s: the time from the plan until all were present; None if
+    ordinary steps computed the last ones, or if it was cut short. loaded, computed, lost, wasted: the numbers of chunks
+    by their way; a lost chunk could not be loaded and was computed, a wasted one was both loaded and computed.
+    load_busy_s, compute_busy_s: the seconds in which the link, and steps, worked for this prompt.
+
+    stage: None, or the number of the pipeline stage that the record is about; its layers are [first, end) of `layers`.
+    For a stage, `chunks` counts all whole chunks of the prompt, also chunks in DRAM and chunks that were not stored,
+    which `tiers` does not count. inputs: the number of chunks whose hidden states the stage loaded. forwarded: the
+    number of chunks that the stage had already, and computed for the next stage's hidden states.
     """
 
     request_id: str
@@ -84,11 +85,13 @@ class RestorationRecord:
 
     @property
     def stored(self) -> int:
-        """The number of chunks that some tier had."""
+        """The number of the restored prompt's chunks (storage blocks) that some tier had."""
         return sum(self.tiers.values())
 
     def as_json(self) -> dict[str, object]:
-        """Return all fields as a dictionary for JSON. Times in `work` count from the plan, in seconds."""
+        """Return all fields as a dictionary for JSON. The times of the pieces of `work` are seconds after the plan was
+        made.
+        """
         kept = asdict(self)
         kept["work"] = [
             {**asdict(each), "begin_s": each.begin_s - self.planned_s, "end_s": each.end_s - self.planned_s}
@@ -104,8 +107,8 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """Sums over all restorations since the start. `predicted_s` and `actual_s` count only restorations that loaded
-    something to the end.
+    """The sums over all restorations of an engine since its start. `predicted_s` and `actual_s` are sums over the
+    restorations that loaded something and were not cut short.
     """
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
@@ -117,7 +120,7 @@ class RestorationTotals:
 
 
 class RestorationLog:
-    """The last 64 restoration records of an engine, and sums over all."""
+    """The last 64 records of an engine's restorations of prompts, and sums over all restorations."""
 
     def __init__(self) -> None:
         self._records: deque[RestorationRecord] = deque(maxlen=RECORDS)
@@ -140,9 +143,9 @@ class RestorationLog:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The figures of one prompt's restoration. `lookup_s` is the time until the daemon's first answer, `restore_s` the
-    time after it. `estimated_load_s` and `estimated_compute_s` are the two predictions that were compared. `reason`
-    says why no more was restored.
+    """Figures about the restoration of one prompt. `lookup_s` is the time until the daemon's first answer, `restore_s`
+    the time after it. `estimated_load_s` and `estimated_compute_s` are the predicted times of loading and of computing,
+    which were compared. `reason` says why not more was restored.
     """
 
     tokens: int = 0
@@ -157,8 +160,8 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The numbers of blocks of one request by the status of their put. `store_s` is the time that puts took, in
-    seconds; generation did not wait for it.
+    """The result of storing the blocks of one request in the daemon: the number of blocks by status. `store_s` is the
+    time in seconds that storing took; generation did not wait for it.
     """
 
     stored: int = 0

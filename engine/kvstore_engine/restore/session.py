@@ -22,9 +22,9 @@ NextStep = Literal["tool_call", "end_of_turn", "closed"]
 
 
 class KvLease(Protocol):
-    """A right to read the first `len(lease)` of the requested storage blocks in the daemon's memory; if it is empty,
-    `reason` says why. After a get without promotion, the first `resident_blocks` blocks are stored in some tier, and
-    mapping them all would take about `estimated_load_s` seconds.
+    """A right to read the first `len(lease)` of the requested storage blocks in the daemon's memory; if there are none,
+    `reason` says why. If the request did not ask for loading from slower tiers, `resident_blocks` is the number of
+    leading blocks that are stored in some tier, and loading them all would take about `estimated_load_s` seconds.
     """
 
     @property
@@ -44,7 +44,7 @@ class KvLease(Protocol):
 
 
 class KvResumePoint(Protocol):
-    """The longest stored prefix, of `blocks` storage blocks, after which every layer group can go on computing.
+    """The longest stored prefix, of `blocks` storage blocks, after which layers of every kind can go on computing.
     `reason` says why it is not longer.
     """
 
@@ -55,9 +55,9 @@ class KvResumePoint(Protocol):
 
 
 class KvLookup(Protocol):
-    """The tiers in which a prefix is stored: `tiers` names one for each requested block, "absent" if it is not stored.
-    `load_s` gives the seconds that each stored leading block adds to loading them all, as the daemon expects; it is
-    empty if the daemon does not know.
+    """The tiers in which the blocks of a prefix are stored: `tiers` names one for each requested block, "absent" if it
+    is not stored. `load_s` has the daemon's estimate of the seconds that each stored leading block adds to loading; it
+    is empty if the daemon does not know.
     """
 
     @property
@@ -67,9 +67,9 @@ class KvLookup(Protocol):
 
 
 class KvStream(Protocol):
-    """An iterator over pairs (number of the first block, lease), one whenever further blocks have become readable.
-    `tiers` tells where each block was; at the end `reason` says why a part was not leased. Another thread may call
-    `close`, which releases everything and ends the iteration.
+    """An iterator over pairs (number of the first block, lease), one pair whenever further blocks have become readable.
+    `tiers` says where each block was; at the end `reason` says why blocks are missing. Another thread may call `close`,
+    which releases all leases and ends the iteration.
     """
 
     @property
@@ -81,8 +81,8 @@ class KvStream(Protocol):
 
 
 class KvReceipt(Protocol):
-    """The result of a put: for each block "stored", "present", or why it was not stored. `reason` explains more in
-    words, if anything is known.
+    """The result of a put (a request to store blocks): for each block "stored", "present", or why it was not stored.
+    `reason` says more in words, if more is known.
     """
 
     @property

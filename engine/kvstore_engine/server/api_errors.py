@@ -10,7 +10,9 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An error that ends an HTTP request with `status` and a JSON body in the form of OpenAI's API."""
+    """An exception that ends an HTTP request. The response has the given `status`, and a JSON body in the form of
+    errors of OpenAI's API.
+    """
 
     def __init__(
         self,

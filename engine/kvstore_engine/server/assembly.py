@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 
 class TenantSessions:
-    """The sessions with the daemon in `folder`, one for each tenant, opened on first use. At most 64 are open; prompts
-    of further tenants are computed without the daemon. `connect` opens a session.
+    """The engine's sessions with the daemon in `folder`, one for each tenant, opened by `connect` on first use. At most
+    64 are open; prompts of further tenants are computed without the daemon.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class TenantSessions:
         self.answers: bool | None = None  # None: not pinged yet
 
     def watch(self) -> None:
-        """Start a thread that checks every second if the daemon answers."""
+        """Start a thread that checks every second whether the daemon answers."""
         self._thread.start()
 
     def look(self) -> None:
-        """Ping the daemon once, and log if it has stopped or begun to answer."""
+        """Ping the daemon once, and write to the log if it has stopped or begun to answer."""
         session = next(iter(list(self._sessions.values())), None)
         if session is None:
             return
@@ -102,8 +102,8 @@ class TenantSessions:
         return session
 
     def state(self) -> str:
-        """Return "connected" if every session is and the daemon answers, "none" if there is no session yet, otherwise
-        "degraded".
+        """Return "connected" if every session is connected and the daemon answers, "none" if no session was opened yet,
+        otherwise "degraded".
         """
         states = {session.state for session in self._sessions.values()}
         if not states:
@@ -124,14 +124,17 @@ class TenantSessions:
 
 
 def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
-    """Return `fingerprint` with the account `tenant`, so that the block keys of two tenants are never equal."""
+    """Return the model's `fingerprint` with the name `tenant` in it, so that the block keys of two tenants are never
+    equal.
+    """
     return replace(fingerprint, account=tenant)
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts of a running scheduler process. `worker` is None if this process computes by itself, `sessions` is None
-    without a daemon. `digest` is the digest of the model's file that `watch` watches.
+    """The open objects of a running scheduler process: engine, tokenizer and so on. `worker` is None if this process
+    computes by itself; `sessions` is None without a daemon. `digest` is the digest of the model's file, which `watch`
+    watches.
     """
 
     engine: BatchEngine
@@ -147,9 +150,9 @@ class Serving:
 def open_serving(
     options: EngineOptions, model: HandedFile, on_notice: Callable[[EngineWorkerNotice], None]
 ) -> Iterator[Serving]:
-    """Open the model, the engine and everything they need, and yield them until the block ends. `on_notice` is told
-    when a worker process starts or dies. Raises UsageError or OperationError with one line, and FileChanged if the
-    model's file is not the one that `model` describes.
+    """Open the model, the engine and everything that they need for the time of a `with` block. `on_notice` is called
+    when a worker process starts or dies. Raises UsageError or OperationError with a message of one line, and
+    FileChanged if the model's file is not the one that `model` describes.
     """
     threads = default_threads() if options.threads is None else options.threads
     with contextlib.ExitStack() as stack:

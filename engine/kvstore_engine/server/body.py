@@ -71,8 +71,8 @@ def not_supported(name: str, why: str) -> ApiError:
 
 
 class BodyRoom:
-    """A limit on the memory for request bodies that are arriving: at most `most_bytes` for one, and 16 times as much
-    for all.
+    """A limit on the memory for the bodies of HTTP requests that are arriving: at most `most_bytes` for one body, and
+    16 times that for all.
     """
 
     BODIES = 16
@@ -82,7 +82,9 @@ class BodyRoom:
         self._used_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Reserve `nbytes` for an arriving body. Raises ApiError 503 if too much is reserved already."""
+        """Reserve `nbytes` bytes for an arriving request body. Raises ApiError 503 if other bodies have reserved too
+        much.
+        """
         if self._used_bytes + nbytes > self.BODIES * self.most_bytes:
             raise unavailable("too many large bodies are arriving at once")
         self._used_bytes += nbytes
@@ -92,8 +94,9 @@ class BodyRoom:
 
 
 async def read_fields(request: Request, room: BodyRoom) -> dict[str, Any]:
-    """Read the body of `request` and return the fields of its JSON object. Raises ApiError: 400 for anything else, 413
-    if it is too large for `room`, 503 if other bodies take the room, 408 if it does not arrive in 120 s.
+    """Read the body of `request` and return the fields of its JSON object by name. `room` limits the memory for bodies.
+    Raises ApiError: 400 for anything else than a JSON object, 413 for a body that is too large, 503 if other bodies
+    take the memory, 408 if the body does not arrive within 120 s.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -134,7 +137,9 @@ async def _whole_body(request: Request, room: BodyRoom) -> bytes:
 
 
 def read(model: type[M], fields: dict[str, Any]) -> M:
-    """Return `fields` as an instance of the pydantic `model`. Raises ApiError 400 that names the first wrong field."""
+    """Check `fields` against the pydantic class `model` and return an instance of it. Raises ApiError 400; the message
+    names the first wrong field.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:

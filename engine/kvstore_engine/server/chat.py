@@ -107,8 +107,8 @@ class ChatMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The meaning of a request's `tool_choice`. If `is_forced`, the model must call one of the tools `names` (None: any
-    tool). With `shows_others` the prompt also lists the other tools.
+    """The meaning of a request's field `tool_choice`. If `is_forced`, the answer must be a call of one of the tools in
+    `names` (None: of any tool). With `shows_others` the prompt also lists the tools that are not in `names`.
     """
 
     is_forced: bool = False
@@ -116,8 +116,8 @@ class ToolChoice:
     shows_others: bool = True
 
     def among(self, tools: list[Tool]) -> tuple[list[Tool], list[Tool]]:
-        """Return the tools that the model is shown, and the tools of which it must call one (an empty list if it need
-        not). Raises ApiError if a chosen name is not among `tools`.
+        """Return two lists of `tools`: the tools that the prompt shows, and the tools of which the answer must call one
+        (an empty list if it need not call any). Raises ApiError if a chosen name is not in `tools`.
         """
         chosen = tools
         if self.names is not None:
@@ -131,7 +131,9 @@ class ToolChoice:
 
 
 def read_choice(value: Any) -> ToolChoice:
-    """Return the choice that the field `tool_choice` with `value` means. Raises ApiError for an unknown form."""
+    """Return the meaning of the request's field `tool_choice`, which has the given `value`. Raises ApiError for an
+    unknown form.
+    """
     match value:
         case ToolChoice():
             return value
@@ -213,8 +215,8 @@ class ChatBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
-    """Read the fields of a chat request and return what the engine must do for it and how the answer is written. Raises
-    ApiError if something cannot be done as asked.
+    """Check the `fields` of a chat request, and return the requests to the engine and the writer of the response.
+    `caller` is the owner of the API key. Raises ApiError if something cannot be done as asked.
     """
     body = read(ChatBody, fields)
     service.model.check_name(body.model)

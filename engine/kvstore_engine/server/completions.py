@@ -26,8 +26,8 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """The plan for one HTTP request: the requests to the engine, and the renderer that writes the answer, as a stream
-    or whole.
+    """The plan for one HTTP request: `asks`, the requests to the engine, and `renderer`, which writes the answer, as a
+    stream or as a whole.
     """
 
     asks: list[Ask]
@@ -52,8 +52,8 @@ class CompletionBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
-    """Read the fields of a completion request and return what the engine must do for it and how the answer is written.
-    Raises ApiError if something cannot be done as asked.
+    """Check the `fields` of a completion request, and return the requests to the engine and the writer of the response.
+    `caller` is the owner of the API key. Raises ApiError if something cannot be done as asked.
     """
     body = read(CompletionBody, fields)
     service.model.check_name(body.model)

@@ -52,8 +52,8 @@ def _end() -> None:
 
 
 class HangWatch:
-    """A thread that watches if steps of the model take longer than `patience` allows, and then calls `end`, which ends
-    this process.
+    """A thread that calls `end`, which ends this process, when a step of the model takes longer than `patience`
+    allows.
     """
 
     def __init__(self, patience: StepPatience, end: Callable[[], None] = _end) -> None:
@@ -66,7 +66,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def watching(self, slices: Sequence[SequenceSlice]) -> Iterator[None]:
-        """Return a context manager that watches the step of `slices` computed inside it."""
+        """Watch the step of `slices`, which the `with` block computes, and learn its time for later limits."""
         limit_s, begin_s = self._patience.limit_s(slices), time.monotonic()
         with self._changed:
             self._due_s = begin_s + limit_s
@@ -117,8 +117,8 @@ class InProcess:
             raise StepFailed(f"the step failed: {error}", tuple(range(len(slices)))) from error
 
     def warm_up(self) -> None:
-        """Compute a short prompt and one more token, which compiles kernels and shows failures before the server
-        answers. Raises OperationError.
+        """Compute a short prompt and one more token before the server answers, so that kernels are compiled and
+        failures show. Raises OperationError.
         """
         pool = self.pool
         count = min(_WARM_UP_TOKENS, self.limits.max_tokens, self.limits.max_context - 1)
@@ -134,8 +134,8 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """The part of a server that computes steps. `worker` is the process that does, or None if this one does.
-    `open_copies` opens the copies between its pool and the daemon.
+    """The objects with which a server computes steps. `compute` computes them. `worker` is the worker process that does
+    so, or None if this process does. `open_copies` opens the copies between its pool and the daemon.
     """
 
     compute: Compute
@@ -151,8 +151,9 @@ def open_computing(
     sizes: StepSizes,
     on_notice: Callable[[EngineWorkerNotice], None],
 ) -> Iterator[Computing]:
-    """Open the executor on the device that `options` name, and yield it until the block ends. Raises UsageError or
-    OperationError with one line, and FileChanged if the weights may differ from the file that `watch` watches.
+    """Open what computes steps on the device that `options` names, for the time of a `with` block. Raises UsageError or
+    OperationError with a message of one line, and FileChanged if the weights may differ from the file that `watch`
+    watches.
     """
     device = DeviceName.parse(options.device)
     if device.is_torch:

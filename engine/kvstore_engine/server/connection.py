@@ -37,8 +37,8 @@ _KEEP_ALIVE_S = 75
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client's HTTP connection in uvicorn, with limits on the size and time of a request's head and on the time a
-    client may take to read.
+    """One client's HTTP connection in uvicorn. It limits the size of a request's head, the time in which the head must
+    arrive, and the time that the client may take to read an answer.
     """
 
     most = 1024  # at once
@@ -186,8 +186,8 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpListener(uvicorn.Server):
-    """An HTTP server of `application` on the listening socket `bound`. When `should_exit` is set, running requests may
-    still end within `drain_s` seconds. It has at most `connections` connections, and at most half as many as this
+    """An HTTP server of `application` on the listening socket `bound`. After `should_exit` was set, running requests
+    may go on for `drain_s` seconds. It serves at most `connections` connections, and at most half as many as this
     process may have descriptors.
     """
 
@@ -217,7 +217,7 @@ class HttpListener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `run_server`. Uvicorn's own version would end the process by the signal instead of with
-        status 0.
+        """Leave signals to `run_server`: this replaces uvicorn's method, which would end the process by the signal
+        instead of with status 0.
         """
         yield

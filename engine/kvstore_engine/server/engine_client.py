@@ -41,27 +41,27 @@ _log = logging.getLogger(__name__)
 
 
 class EventQueue:
-    """A queue of the events of requests that one HTTP response answers, as one list for each engine step."""
+    """A queue of the engine's events for one HTTP response. An entry is the list of events of one engine step."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
 
     @property
     def is_behind(self) -> bool:
-        """True if too many steps wait in the queue, so the client apparently does not read."""
+        """True if many steps wait in the queue, which means that the client does not read."""
         return self._queue.qsize() >= _MOST_BEHIND
 
     def put(self, item: _Item) -> None:
         self._queue.put_nowait(item)
 
     def abandon(self) -> None:
-        """Drop all events, and let `next` return None, because the client is gone."""
+        """Drop all events because the client has left. `next` then returns None."""
         self._queue = asyncio.Queue()
         self.put(None)
 
     async def next(self) -> list[Event] | None:
-        """Return the events of one step. Return None once the client has left. Raises ApiError if the request has
-        failed.
+        """Wait for the events of one engine step and return them. Return None once the client has left. Raises ApiError
+        if the request has failed.
         """
         item = await self._queue.get()
         if isinstance(item, ApiError):
@@ -70,8 +70,8 @@ class EventQueue:
 
 
 class EngineClient:
-    """The HTTP process's connection to the scheduler process, which it starts, restarts and sends requests to. Only the
-    event loop's thread may use it.
+    """The HTTP process's side of the connection to the scheduler process. It starts that process, starts another when
+    it dies, and sends it requests. Only the event loop's thread may use it.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -102,8 +102,8 @@ class EngineClient:
         return len(self._waiting)
 
     async def start(self, file: OpenFile) -> None:
-        """Start the scheduler process and wait until it is ready with the model in `file`, which stays open until
-        `close`. Raises UsageError or OperationError with the reason if it cannot start.
+        """Start the scheduler process and wait until it is ready with the model in `file`, which must stay open until
+        `close`. Raises UsageError or OperationError with the reason if the process cannot start.
         """
         self._file = file
         try:
@@ -114,8 +114,8 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_alive())
 
     def submit(self, asks: Sequence[Ask]) -> EventQueue:
-        """Send `asks`, which one HTTP response answers, to the scheduler. Return the queue of their events. Raises
-        ApiError 503 while the engine is not ready.
+        """Send the requests `asks`, which one HTTP response will answer, to the scheduler process. Return the queue of
+        their events. Raises ApiError 503 while the engine is not ready.
         """
         if self.state == "stopped":
             raise unavailable(self.trouble, _STOPPED_RETRY_S)
@@ -128,20 +128,20 @@ class EngineClient:
         return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Tell the scheduler to stop the requests `request_ids`, whose client has left. No more events are delivered
-        for them.
+        """Let the scheduler process stop the requests `request_ids`, because the client has left. No more events of
+        them are delivered.
         """
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None and self._writer is not None:
                 self._writer.write(encode({"op": "cancel", "id": request_id}))
 
     async def status(self) -> dict[str, Any] | None:
-        """Return the scheduler's report on itself; None if it does not arrive within a second."""
+        """Return the scheduler process's report on itself; None if no report arrives within a second."""
         return await self._ask({"op": "status"}, _STATUS_TIMEOUT_S)
 
     async def restorations(self, last: int) -> list[dict[str, Any]] | None:
-        """Return the records of the `last` restorations, the latest first; None if they do not arrive within five
-        seconds.
+        """Return the records of the last restorations of prompts, at most `last`, the latest first; None if they do not
+        arrive within five seconds.
         """
         answer = await self._ask({"op": "restorations", "last": last}, _RECORDS_TIMEOUT_S)
         return None if answer is None else answer["restorations"]
@@ -160,7 +160,7 @@ class EngineClient:
             self._statuses.pop(number, None)
 
     async def close(self) -> None:
-        """Close the connection, at which the scheduler process exits, and wait for its end."""
+        """Close the connection, so that the scheduler process exits, and wait for its end."""
         was_ready, self.state = self.state == "ready", "closed"
         if self._task is not None:
             self._task.cancel()
@@ -288,7 +288,7 @@ class EngineClient:
                 queue.put(share)
 
     def forget(self, event: Finished) -> None:
-        """Remove the request of `event`, whose last answer was delivered."""
+        """Remove the request of `event`, the end of its last answer, from the list of unfinished requests."""
         self._waiting.pop(event.request_id, None)
 
     def _fail_all(self, error: ApiError) -> None:

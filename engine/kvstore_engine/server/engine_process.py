@@ -48,7 +48,9 @@ _SWITCH_INTERVAL_S = 0.0005  # the daemon session's threads must not wait for a 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Counts of steps, their seconds, preemptions and swaps since the scheduler process started."""
+    """Counts since the scheduler process started: steps, seconds in steps, preemptions (answers that lost their blocks)
+    and swaps.
+    """
 
     steps: int = 0
     step_s: float = 0.0
@@ -66,8 +68,8 @@ class StepCounters:
 
 
 class EngineLoop:
-    """The main loop of the scheduler process. It takes requests from `connection`, runs engine steps, and sends their
-    events back.
+    """The main loop of the scheduler process. It takes requests from the HTTP process over `connection`, runs steps of
+    the engine, and sends the events back.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -79,18 +81,18 @@ class EngineLoop:
         self._connection.sendall(encode(header))
 
     def notice(self, notice: EngineWorkerNotice) -> None:
-        """Tell the HTTP process at once that a worker process has started or died, as `notice` says."""
+        """Send the HTTP process the notice that a worker process has started, is ready or has died."""
         self.send({"worker": asdict(notice)})
 
     def fail(self, error: Exception) -> None:
-        """Tell the HTTP process that nothing more is computed, because of `error`."""
+        """Notify the HTTP process that nothing more will be computed, because of `error`."""
         is_operation = isinstance(error, OperationError)
         kind: Failure = "changed" if isinstance(error, FileChanged) else "operation" if is_operation else "usage"
         self.send({"fatal": {"kind": kind, "message": str(error)}})
 
     def run(self, serving: Serving) -> None:
-        """Take requests and run steps of `serving` until the HTTP process closes the connection or the model's file has
-        changed, which is reported.
+        """Take requests and run steps of `serving` until the HTTP process closes the connection, or until the model's
+        file has changed, which is reported.
         """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
@@ -165,8 +167,8 @@ class EngineLoop:
 
 
 def main(connection: socket.socket, options: EngineOptions, model: HandedFile) -> int:
-    """Run the scheduler process until the HTTP process closes `connection`. Return the exit status: 0, or 1 if it could
-    not start, which is reported over the connection.
+    """Run the scheduler process until the HTTP process closes `connection`. Return the exit status: 0, or 1 if the
+    process could not start; the reason is sent over the connection.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -28,7 +28,7 @@ def _token_ids(values: list[Any]) -> list[Any]:
 
 
 class TokenizeBody(BaseModel):
-    """The fields of a `/tokenize` request. Either `content` or `prompt` has the text."""
+    """The fields of a `/tokenize` request. The text is in `content` or in `prompt`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     model: Text | None = None
@@ -105,7 +105,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 async def health(service: Service, *, in_detail: bool) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the JSON of `/health`: 200 while requests are answered, otherwise 503. With
-    `in_detail` (for callers with a key) the parts of the server are described.
+    `in_detail`, for callers with a key, the JSON describes the processes of the server.
     """
     engine = service.engine
     status = await engine.status()

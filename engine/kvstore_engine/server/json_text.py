@@ -22,8 +22,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 class JsonObject:
     """A reader of one JSON object from a text that grows. `state` is "open" while more text is needed, "whole" once the
-    object is complete (it ends at index `end`), "wrong" if it cannot become one. `names` has the names of its members
-    as written, `values` the index range of each value.
+    object is complete (it ends at index `end`), and "wrong" if the text cannot become a JSON object. `names` has the
+    names of its members as written, `values` the index range of each value in the text.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class JsonObject:
         self._inside: Literal["", "string", "word"] = ""
 
     def follow(self, text: str) -> State:
-        """Read on in `text`, which is all text since the object's beginning, and return the state. White space before
-        the object is allowed.
+        """Read the new part of `text`, which is all text since the object's beginning, and return the state. White
+        space before the object is allowed.
         """
         while self.state == "open" and self._advance(text):
             pass

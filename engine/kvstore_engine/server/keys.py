@@ -20,8 +20,8 @@ _LEAST_KEY_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class KeyOwner:
-    """The owner of an API key. Requests that name no priority get `priority`; a request may ask for at most
-    `most_priority`.
+    """The owner of an API key: a tenant. `priority` is for requests that name no priority; a request may ask for at
+    most `most_priority`.
     """
 
     tenant: str
@@ -45,7 +45,7 @@ class KeyRing:
     @classmethod
     def read(cls, path: Path) -> KeyRing:
         """Return the keys in the file `path`, whose lines are `KEY TENANT [PRIORITY]`; "#" begins a comment. Raises
-        UsageError, which names the line and never the key.
+        UsageError; the message names the line and never the key.
         """
         try:
             lines = path.read_text("utf-8-sig").splitlines()

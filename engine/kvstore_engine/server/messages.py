@@ -56,8 +56,8 @@ def unpack_tokens(blob: bytes) -> Int32Array:
 
 
 def lengths(raw: bytes) -> tuple[int, int]:
-    """Return the lengths in bytes of a frame's JSON header and of its raw bytes, from the eight bytes `raw` before
-    them. Raises BrokenFrame if they exceed 64 MiB together.
+    """Return the lengths in bytes of a message's JSON header and of the raw bytes behind it. `raw` are the eight bytes
+    at the message's beginning. Raises BrokenFrame if the lengths exceed 64 MiB together.
     """
     header, blob = LENGTHS.unpack(raw)
     if header + blob > MAX_FRAME_BYTES:
@@ -66,15 +66,15 @@ def lengths(raw: bytes) -> tuple[int, int]:
 
 
 class FrameReader:
-    """A reader that assembles frames from the bytes of the socket `connection`."""
+    """A reader of whole messages from the bytes that arrive on the socket `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = bytearray()
 
     def receive(self) -> list[tuple[Header, bytes]]:
-        """Read once from the socket, waiting if it is empty, and return the frames that are now complete as pairs of
-        header and raw bytes. Raises EOFError when the other end has closed.
+        """Read once from the socket, waiting if it is empty. Return the messages that are now complete, as pairs of
+        header and raw bytes. Raises EOFError when the other process has closed the socket.
         """
         chunk = self._socket.recv(_READ_BYTES)
         if not chunk:
@@ -100,9 +100,10 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as the HTTP process sends it to the scheduler, with the settings of `batching.RequestSettings` and
-    two more. `one_call` ends the answer with its first tool call. `turn` says who speaks after the answer: "person",
-    "tool" (a tool if the answer calls one), or "tool_after_thought" (likewise, when the prompt has opened a thought).
+    """One request to the engine, as the HTTP process sends it to the scheduler process: the settings of
+    `batching.RequestSettings` and two more. With `one_call` the answer ends with its first tool call. `turn` says who
+    speaks after the answer: "unknown", "person", "tool" (a tool if the answer calls one, otherwise a person), or
+    "tool_after_thought" (the same, when the prompt has opened a thought).
     """
 
     id: str
@@ -129,8 +130,8 @@ class Ask:
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
-    """Return the engine's request for the `header` of an `Ask` and its prompt `tokens`. Raises UsageError if its
-    settings or its grammar are wrong.
+    """Return the engine's request for an `Ask` with the given `header` and prompt `tokens`. `constrainer` makes its
+    constraint. Raises UsageError if its settings or its grammar are wrong.
     """
     grammar, turn = header["grammar"], header["turn"]
     constraint = constrainer.constraint(Grammar(**grammar)) if grammar else None
@@ -150,7 +151,7 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
 
 
 def events_headers(events: Sequence[Event]) -> list[Header]:
-    """Return messages with the `events` of a step: one message for up to 4096 events."""
+    """Return the `events` of a step as messages for the HTTP process, each with up to 4096 events."""
     packed = [_pack(event) for event in events]
     return [{"events": packed[first : first + _FRAME_EVENTS]} for first in range(0, len(packed), _FRAME_EVENTS)]
 

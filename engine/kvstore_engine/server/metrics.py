@@ -54,7 +54,7 @@ class Metrics:
         self._disconnects.inc()
 
     def answered(self, event: Finished) -> None:
-        """Count the answer that `event` ends: its tokens, times and reason."""
+        """Add the answer that has ended with `event` to the counts: its tokens, times and reason."""
         usage = event.usage
         self._answers.labels(event.reason).inc()
         self._tokens.labels("generated").inc(usage.generated_tokens)

@@ -25,7 +25,9 @@ CLIENT_LEFT = 499  # in the log and the metrics: the client left before the answ
 
 
 class RequestLog:
-    """An ASGI middleware that logs and counts each request. Paths that are not in `paths` are counted as "other"."""
+    """An ASGI middleware that logs and counts each HTTP request by its path. All paths that are not in `paths` count as
+    "other".
+    """
 
     def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
         self._app, self._service, self._paths = app, service, paths

@@ -22,14 +22,13 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of the scheduler's process: `None` leaves a choice to it.
-
-    pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the free memory.
-    swap_bytes: memory for preempted sequences; None: the engine's default. trace: a file for a Chrome trace of all
-    steps. hung_after_s: seconds that any step may take before its process is ended; a long one has more
-    (worker.patience). device: a name for `DeviceName.parse`; on all but `cpu` the scheduler computes, and has no
-    worker. store_rate: for copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants: requests
-    name tenants; without them there is one, whose daemon session is opened at once.
+    """The options of the scheduler process; None leaves a choice to it. pool_bytes: the memory of the K/V pool; None:
+    enough for `max_sequences` sequences of the whole context, but at most half of the free memory. swap_bytes: the host
+    memory for preempted sequences; None: the engine's default. trace: a file for a Chrome trace of all steps.
+    hung_after_s: the seconds that any step may take before its process is ended; long steps get more (worker.patience).
+    device: a name for `DeviceName.parse`; on all devices but `cpu` the scheduler process computes itself, without a
+    worker. store_rate: the limit on copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants:
+    requests name tenants; without it there is one tenant, whose session with the daemon is opened at once.
     """
 
     model: str
@@ -60,7 +59,7 @@ class EngineOptions:
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of the HTTP process. `api_keys` is the path of a file with keys; without it there is one tenant, and
-    only this machine is served. `drain_s` is the time for running requests at the end.
+    only this machine is served. `drain_s` is the time in seconds that running requests get when the server ends.
     """
 
     engine: EngineOptions
@@ -77,9 +76,9 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandedFile:
-    """The model's open file, as it is passed to a scheduler process; `path` is its name in messages. Without `digest`
-    the file must not have changed since the HTTP process opened it, by its identity; with it, the content must have
-    this digest.
+    """The model's open file, as the HTTP process passes it to a scheduler process; `path` is its name in messages. With
+    `digest`, the content must have this digest. Without it, the file's `identity` must show that it was not changed
+    since the HTTP process opened it.
     """
 
     path: str
@@ -101,8 +100,8 @@ class HandedFile:
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[FileWatch]:
-        """Return a context manager that gives the file, parsed and watched for changes. Raises FileChanged if its
-        content has changed.
+        """Open the handed file, parsed and watched for changes, for the time of a `with` block. Raises FileChanged if
+        its content has changed.
         """
         with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
             try:

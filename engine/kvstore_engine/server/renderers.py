@@ -25,8 +25,9 @@ _FLOOR = -9999.0  # of a log probability: JSON has no infinity
 
 
 class UnseenMarks:
-    """A filter that puts the invisible marks of a tool call back into an answer's text, where the model wrote them.
-    Text may come later than its tokens, because text that may become a stop string is held back.
+    """A filter that puts the invisible marks of a tool call back into an answer's text, at the place where the model
+    wrote them. The text of a token may come later than the token, because text that may become a stop string is held
+    back.
     """
 
     def __init__(self, marks: Mapping[int, str], stream: StreamingDetokenizer) -> None:
@@ -38,7 +39,9 @@ class UnseenMarks:
         self._waiting: deque[tuple[int, str]] = deque()
 
     def put(self, token: int | None, text: str) -> str:
-        """Return `text` with the marks inserted. It arrived with `token`, or at the answer's end if that is None."""
+        """Return `text`, the next text of the answer, with the marks inserted. It arrived together with `token`, or at
+        the answer's end if `token` is None.
+        """
         if token is not None and self._marks:
             self._written += len(self._stream.push(token))
             if token in self._marks:
@@ -53,8 +56,8 @@ class UnseenMarks:
 
 
 class Renderer(ABC):
-    """A writer of one HTTP response in OpenAI's JSON. For a stream, `chunks` turns each event into pieces; `choice`
-    gives a whole answer once it has ended.
+    """A writer of one HTTP response in OpenAI's JSON. For a stream, `chunks` turns each event into JSON pieces; for a
+    whole response, `choice` gives each answer after its end.
     """
 
     kind: str
@@ -69,15 +72,19 @@ class Renderer(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """Return the JSON of the piece that comes before any token of answer `index`; None if there is none."""
+        """Return the JSON piece of a stream that comes before the first token of answer number `index`; None if there
+        is none.
+        """
 
     @abstractmethod
     def chunks(self, index: int, event: Event) -> list[Json]:
-        """Return the JSON pieces that `event` adds to answer `index`, and remember them for `choice`."""
+        """Return the JSON pieces that `event` adds to answer number `index` in a stream, and remember the event for
+        `choice`.
+        """
 
     @abstractmethod
     def choice(self, index: int) -> Json:
-        """Return the JSON of the whole answer `index`, which has ended."""
+        """Return the JSON of the whole answer number `index`, which has ended."""
 
     def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
@@ -100,7 +107,9 @@ class _Completion:
 
 
 class CompletionRenderer(Renderer):
-    """A writer of responses to completion requests. `echoes` has the text to show before each answer, "" for none."""
+    """A writer of responses to completion requests. `echoes` has for each answer the text to show before it, "" for
+    none.
+    """
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -151,8 +160,9 @@ class _Message:
 
 
 class ChatRenderer(Renderer):
-    """A writer of responses to chat requests with `count` answers. `reads_calls` turns text in the model's format into
-    tool calls. `in_thought` says that the prompt has opened a thought, so that the answer begins in it.
+    """A writer of responses to chat requests with `count` answers. With `reads_calls`, tool calls are read from the
+    text in the model's format. `in_thought` says that the prompt has opened a thought, so that the answer begins inside
+    it.
     """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -219,7 +229,7 @@ class ChatRenderer(Renderer):
 
 
 def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
-    """Return the JSON of one token of a chat answer in `logprobs.content`."""
+    """Return the JSON for one token of a chat answer, an entry of `logprobs.content`. `event` is the token's event."""
     return {
         **_entry(tokenizer, event.token, event.logprob),
         "top_logprobs": [_entry(tokenizer, token, value) for token, value in event.top],

@@ -34,13 +34,13 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Answers:
-    """The answers that one HTTP request waits for. They are numbered from 0 through all `asks`, each of which has n of
-    them.
+    """The answers that one HTTP request waits for. They are numbered from 0 through all of `asks`; each ask has n
+    answers.
     """
 
     def __init__(self, service: Service, asks: Sequence[Ask], receive: Receive) -> None:
         """Send `asks` to the engine. Raises ApiError 503 while it is not ready. `receive` is ASGI's function, which
-        tells when the client has left.
+        reports that the client has left.
         """
         self._service = service
         self._events = service.engine.submit(asks)
@@ -56,9 +56,9 @@ class Answers:
         self._leaders = frozenset(self._first.values())
 
     async def events_by_step(self) -> AsyncGenerator[Step]:
-        """Yield the events of each engine step, as pairs of answer number and event, until all answers have ended.
-        Raises ApiError if the request is refused, fails or is cut off, ClientDisconnect if the client leaves. Answers
-        that still run are then cancelled.
+        """Yield for each engine step a list of its events, as pairs of answer number and event, until all answers have
+        ended. Raises ApiError if the request is refused, fails or is cut off, ClientDisconnect if the client leaves.
+        Answers that still run are then cancelled.
         """
         watcher = asyncio.create_task(self._watch())
         try:
@@ -80,7 +80,9 @@ class Answers:
                 await watcher
 
     def total_usage(self) -> dict[str, Any]:
-        """Return the token counts of all answers in OpenAI's form. Each prompt counts once."""
+        """Return the token counts of all answers in OpenAI's form. Each prompt counts once, also for several
+        answers.
+        """
         leaders = [self.usage[index] for index in self._leaders]
         prompt = sum(usage.prompt_tokens for usage in leaders)
         local = sum(usage.local_tokens for usage in leaders)
@@ -121,8 +123,8 @@ class Answers:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an HTTP response with `value` as JSON in ASCII, which can also hold half of a surrogate pair from the
-    request.
+    """Return an HTTP response with `value` as JSON, written in ASCII. So it can also contain half of a surrogate pair,
+    which a request may have sent.
     """
     return Response(json.dumps(value), status, headers, "application/json")
 
@@ -143,8 +145,9 @@ async def whole_response(renderer: Renderer, answers: Answers) -> Response:
 
 
 async def stream_response(renderer: Renderer, answers: Answers, *, include_usage: bool) -> ServerSentEvents:
-    """Wait for the first step of `answers`, and return a response that streams them as server-sent events.
-    `include_usage` adds the token counts at the end. Raises ApiError or ClientDisconnect before the stream begins.
+    """Wait for the first step of `answers`, and return a response that streams them as server-sent events, written by
+    `renderer`. With `include_usage` the token counts follow at the end. Raises ApiError or ClientDisconnect only before
+    the stream begins.
     """
     steps = answers.events_by_step()
     first = await anext(steps)
@@ -152,8 +155,8 @@ async def stream_response(renderer: Renderer, answers: Answers, *, include_usage
 
 
 class ServerSentEvents(StreamingResponse):
-    """A streaming HTTP response of `events`. When it ends or is interrupted it closes `steps`, which cancels the
-    request in the engine.
+    """A streaming HTTP response that sends the texts `events`. When it ends or is interrupted, it closes `steps`, the
+    generator of the engine's events behind them, which cancels the request in the engine.
     """
 
     def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[bytes]) -> None:

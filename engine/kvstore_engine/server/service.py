@@ -29,8 +29,8 @@ _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to toke
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that the server answers with, as the HTTP process needs it: names, tokenizer and chat template, without
-    weights. `template` is None for a model that cannot chat. `longest` is the most bytes of a token.
+    """The model that the server answers with, as the HTTP process needs it: names, tokenizer and chat template, but no
+    weights. `template` is None for a model that cannot chat. `longest` is the number of bytes of the longest token.
     """
 
     name: str
@@ -68,8 +68,9 @@ class ServedModel:
             raise unknown_model(asked, self.name)
 
     async def encode(self, text: str, *, add_special: bool, parse_special: bool) -> Int32Array:
-        """Return the token ids of `text`, int32 [n]. `add_special` adds the model's begin and end tokens;
-        `parse_special` reads the names of control tokens in the text. Raises ApiError for text that is not Unicode.
+        """Return the token ids of `text`, int32 [n]. With `add_special` the model's begin and end tokens are added.
+        With `parse_special` names of control tokens in the text become these tokens. Raises ApiError for text that is
+        not Unicode.
         """
         try:
             if len(text) < _LONG_TEXT:
@@ -85,11 +86,11 @@ class ServedModel:
         return await asyncio.to_thread(self.tokenizer.decode, tokens, special=True)
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` certainly has, computed from its length alone."""
+        """Return a number of tokens that `text` has at least. It is computed from the length of the text alone."""
         return len(text) // self.longest
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token id; bytes that are no whole character become U+FFFD."""
+        """Return the text of the token with the id `token`. Bytes that are no whole character become U+FFFD."""
         return self.tokenizer.piece(token).decode(errors="replace")
 
     def render(
@@ -99,9 +100,9 @@ class ServedModel:
         variables: Mapping[str, object],
         effort: object = None,
     ) -> str:
-        """Return the prompt text that the chat template makes of `messages` and `tools`. `variables` are further values
-        for the template, `effort` the request's `reasoning_effort`. Raises ApiError if there is no template, or it
-        refuses or leaves out something.
+        """Return the prompt text that the chat template makes of `messages` and `tools`. `variables` are further inputs
+        of the template, `effort` is the request's `reasoning_effort`. Raises ApiError if the model has no template, or
+        if the template refuses the messages or leaves a part of them out.
         """
         if self.template is None:
             raise invalid("this model has no chat template: use /v1/completions", "messages")
@@ -119,7 +120,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The parts of one server that its HTTP endpoints use."""
+    """The objects that the HTTP endpoints of one server share: model, engine connection, keys and metrics."""
 
     model: ServedModel
     engine: EngineClient

@@ -32,8 +32,8 @@ _NO_PENALTIES = unsupported("this engine samples without penalties", 0)
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema in a request, which answers always follow exactly. Its name, its description and `strict` have no
-    effect.
+    """A JSON schema in a request, which every answer follows exactly. The schema's name, its description and `strict`
+    have no effect.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,8 +53,8 @@ class ResponseFormat(BaseModel):
 
 
 async def read_grammar(response_format: ResponseFormat | None, structured_outputs: dict[str, Any]) -> Grammar | None:
-    """Return the grammar that an answer must follow by one of the two request fields; None if neither asks for one.
-    Raises ApiError 400 if it cannot be followed, or both are given.
+    """Return the grammar that an answer must follow, from one of these two request fields; None if neither asks for
+    one. Raises ApiError 400 if answers cannot follow it, or if both fields are given.
     """
     if response_format and structured_outputs:
         raise invalid("give response_format or structured_outputs, not both", "structured_outputs")
@@ -121,7 +121,7 @@ class StreamOptions(BaseModel):
 
 class SharedBody(BaseModel):
     """The fields that completion and chat requests have in common. Without `max_tokens` an answer may fill the context,
-    unless the endpoint has a default.
+    unless the endpoint sets a default.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -196,8 +196,8 @@ class SharedBody(BaseModel):
         grammar: Grammar | None,
         default_max_tokens: int | None = None,
     ) -> Ask:
-        """Return the request to the engine for one prompt of `tokens`, which came in the field `param`. Raises ApiError
-        if the prompt is empty or does not fit the context.
+        """Return the request to the engine for one prompt of `tokens`, which came in the request field `param`.
+        `caller` is the owner of the API key. Raises ApiError if the prompt is empty or does not fit the context.
         """
         context, count = service.engine.context, len(tokens)
         if not count:
@@ -228,8 +228,8 @@ class SharedBody(BaseModel):
 
 
 def check_length(text: str, service: Service, param: str) -> None:
-    """Raise ApiError if `text`, the field `param`, has certainly more tokens than the context. It is not tokenised for
-    this.
+    """Raise ApiError if `text`, from the request field `param`, certainly has more tokens than the context. The length
+    of the text alone decides; it is not tokenised.
     """
     least, context = service.model.least_tokens(text), service.engine.context
     if least >= context:

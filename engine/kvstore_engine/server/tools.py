@@ -59,8 +59,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The marks at the beginning and end of a tool call as they are written in a grammar. `unseen` maps tokens of
-    invisible marks, also of a thought, to their texts; `thoughts` has the marks of a thought that are special tokens.
+    """The marks that the model writes at the beginning and at the end of a tool call, in the form that a grammar needs.
+    `unseen` maps the tokens of invisible marks, also of a thought, to their texts; `thoughts` has the marks of a
+    thought that are special tokens.
     """
 
     opening: str
@@ -88,9 +89,9 @@ def understands(template: str) -> bool:
 
 
 class ToolCallReader:
-    """A reader that splits the text of one answer, as it arrives, into content and tool calls. White space alone beside
-    calls is dropped. A mark that no call follows is content, and so is a thought; `in_thought` says that the prompt has
-    opened one.
+    """A reader that splits the text of one answer, as it arrives, into content and tool calls. A mark that no call
+    follows is content, and so is a thought; with `in_thought` the answer begins inside a thought. White space beside
+    calls, if nothing else is there, is dropped.
     """
 
     def __init__(self, in_thought: bool = False) -> None:
@@ -103,7 +104,7 @@ class ToolCallReader:
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """Add `text` to the answer, and return the content and calls that have become certain, in order."""
+        """Add `text` to the answer. Return, in order, the content and the tool calls that are now certain."""
         self._held += text
         while self._advance():
             pass
@@ -111,7 +112,7 @@ class ToolCallReader:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """Return the last content and calls, when no more text comes. A call that was cut off is content, unless only
+        """Return the last content and tool calls, when no more text comes. An incomplete call is content, unless only
         its end mark is missing.
         """
         while self._place == "call":
@@ -191,8 +192,8 @@ class ToolCallReader:
 
 
 def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextStep:
-    """Return what follows an answer (its token ids) that ended by itself: "tool_call" if it has a readable call,
-    otherwise "end_of_turn". `turn` says who may speak next.
+    """Return which request will follow an answer (its token ids) that ended by itself: "tool_call" if the answer has a
+    readable call, otherwise "end_of_turn". `turn` says who may speak next.
     """
     if turn != "person":
         reader = ToolCallReader(in_thought=turn == "tool_after_thought")
@@ -237,8 +238,8 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class OneCall:
-    """A constraint that ends an answer with its first tool call, for requests with `parallel_tool_calls` false. Before
-    that, all tokens are allowed that another constraint, if there is one, allows.
+    """A constraint that ends an answer with its first tool call, for requests with `parallel_tool_calls` false. Until
+    then it allows the tokens that another constraint allows, or all tokens if there is none.
     """
 
     def __init__(self, tokenizer: Tokenizer, turn: Turn, make_other: Callable[[], Constraint] | None) -> None:
@@ -263,8 +264,8 @@ class OneCall:
 
 
 def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Return a grammar (Lark's syntax) of exactly one call of one of `functions`, the tools' JSON objects, between
-    `marks`.
+    """Return a grammar, in Lark's syntax, for exactly one tool call between `marks`. `functions` are the JSON objects
+    of the tools that may be called.
     """
     rules = []
     for number, function in enumerate(functions):
@@ -275,8 +276,8 @@ def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
 
 
 def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Return a grammar (Lark's syntax) of free text in which each call mark is followed by a call of one of
-    `functions`. Arguments of functions with `strict` follow their JSON schemas.
+    """Return a grammar, in Lark's syntax, for free text in which each opening mark of a call is followed by a call of
+    one of `functions`, the tools' JSON objects. The arguments of functions with `strict` follow their JSON schemas.
     """
     rules = [f"TEXT: {_ANYTHING}", _SPACE]
     before = f"TEXT? {marks.opening}"

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Stage:
-    """A range of a model's layers that one thread computes: its executor, its K/V pool and the thread."""
+    """A range of a model's layers that one thread computes: its executor, its part of the K/V pool, and the thread."""
 
     def __init__(self, executor: Executor, number: int) -> None:
         self.executor, self.number = executor, number
@@ -42,7 +42,7 @@ class Stage:
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """Wait for the submitted work, and close the executor."""
+        """Wait until the submitted work is done, and close the executor."""
         self._thread.shutdown(wait=True)
         self.executor.close()
 
@@ -64,8 +64,8 @@ class Pipeline:
         self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
 
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
-        """Compute one step of `slices` as `Executor.forward` does, with long prompts in pieces, so that all stages work
-        at once.
+        """Compute one step of `slices` and return the logits, as `Executor.forward` does. Long prompts are cut into
+        pieces, so that all stages work at once.
         """
         plan_step(slices, self.limits)
         pieces = [self.submit(each) for each in micro_batches(slices)]
@@ -82,13 +82,13 @@ class Pipeline:
         return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
-        """Send `slices` through the stages behind earlier ones, and return a future of the logits."""
+        """Send `slices` through all stages, behind earlier steps, and return a future of the logits."""
         done: Future[FloatArray] = Future()
         self._enter(0, slices, None, done)
         return done
 
     def close(self) -> None:
-        """Wait for the work under way, and close the executors. Model and pool stay open."""
+        """Wait until all steps are computed, and close the stages' executors. The model and the pool stay open."""
         for stage in self.stages:  # the first one first: it gives work to the next
             stage.close()
 
@@ -117,8 +117,9 @@ class Pipeline:
 
 
 def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> list[list[SequenceSlice]]:
-    """Cut a step into pieces of `rows` rows of one sequence each, which can follow one another through stages. The last
-    piece has all outputs and the rows that are left. The results have the bits of the whole step.
+    """Cut a step into pieces of `rows` rows (tokens) of one sequence each, which can follow one another through the
+    stages of a pipeline. The last piece has all rows that give logits, and the rows that are left. Computing the pieces
+    gives the same bits as computing the step.
     """
     pieces, rest = [], []
     for each in slices:
@@ -131,15 +132,17 @@ def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> 
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the range of layers of each stage, as even as possible. Raises ValueError for more stages than layers."""
+    """Return for each of `stages` stages the range of layers that it computes, as even as possible. Raises ValueError
+    for more stages than layers.
+    """
     if not 1 <= stages <= layers:
         raise ValueError(f"a model of {layers} layers has 1 to {layers} stages, not {stages}")
     return [range(*pair) for pair in pairwise(layers * number // stages for number in range(stages + 1))]
 
 
 def open_pipeline(model: Model, pool: BlockPool, stages: int, sizes: StepSizes | None = None) -> Pipeline:
-    """Return a pipeline of `stages` even stages for `model` over `pool`, with `sizes.threads` threads each, by default
-    one.
+    """Return a pipeline that computes `model` over `pool` in `stages` stages with about equal numbers of layers. Each
+    stage has `sizes.threads` threads, by default one.
     """
     sizes = sizes or StepSizes(threads=1)
     with ExitStack() as stack:

@@ -40,8 +40,8 @@ _STAGING_BLOCKS = 4  # of a session: the daemon copies some while the stage writ
 
 @dataclass(frozen=True, slots=True)
 class RestoredPrompt:
-    """The result of restoring a prompt in all stages: the summed report, a record for each stage, and the seconds that
-    stages computed.
+    """The result of restoring a prompt in a pipeline: one report for all stages, a record for each stage, and the
+    seconds that stages computed.
     """
 
     report: RestoreReport
@@ -50,9 +50,9 @@ class RestoredPrompt:
 
 
 class StagedPrompts:
-    """The restoring and storing of prompts for a model computed in stages. `stores` and `costs` have an entry for each
-    stage. `keeps_inputs` also stores the hidden states between stages. `check` is called after computing; False makes
-    the stages compute again.
+    """A restorer and storer of prompts for a model that a pipeline computes in stages. `stores` and `costs` have an
+    entry for each stage. With `keeps_inputs` it also stores the hidden states between stages. `check` is called after
+    computing; if it returns False, the stages compute again.
     """
 
     def __init__(
@@ -76,20 +76,22 @@ class StagedPrompts:
         return any(store.kv is not None and store.kv.state == "connected" for store in self._stores)
 
     def wake(self) -> None:
-        """Tell all sessions with the daemon that a prompt is about to come."""
+        """Notify all sessions with the daemon that a prompt is about to come."""
         for session in self._sessions():
             session.wake()
 
     def warm_up(self, table: npt.NDArray[np.int32]) -> None:
-        """Ping the daemon, and compute one block of tokens into the pool blocks `table`, to learn the stages' speed."""
+        """Ping the daemon, and compute one block of tokens into the pool blocks `table`, to measure the speed of the
+        stages.
+        """
         for session in self._sessions():
             session.ping()
         self._restorer.warm_up(table)
 
     def restore(self, space: BlockSpace, tokens: Tokens, request_id: str, *, is_stored: bool) -> RestoredPrompt:
-        """Load or compute the K/V of all whole storage blocks before the last of `tokens`, so that the next request
-        with these tokens finds them in `space`. `is_stored` says that `store` will be called, which needs hidden
-        states. Raises the errors of computing.
+        """Load or compute the K/V of all whole storage blocks before the last token of `tokens`, so that the next
+        request with these tokens finds them in `space`. `is_stored` says that the caller will call `store`, for which
+        hidden states are kept. `request_id` is for the records. Raises the errors of computing.
         """
         whole = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         table = space.claim(_TENANT, tokens[:whole])
@@ -105,8 +107,8 @@ class StagedPrompts:
         return _of(restored)
 
     def store(self, space: BlockSpace, tokens: Tokens, answer_tokens: int) -> StoreReport:
-        """Put the blocks of `tokens`, a prompt and its answer of `answer_tokens` tokens, into the daemon, with the
-        hidden states that `restore` kept. Return the counts.
+        """Store the blocks of `tokens`, a prompt and its answer of `answer_tokens` tokens, in the daemon, together with
+        the hidden states that `restore` kept. Return the numbers of blocks by result.
         """
         begin_s = self._clock()
         table = space.claim(_TENANT, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS])
@@ -128,7 +130,7 @@ class StagedPrompts:
         space.discard(space.claim(_TENANT, tokens[: len(tokens) // space.block_tokens * space.block_tokens]))
 
     def announce(self, tokens: Tokens, due_in_s: float) -> None:
-        """Tell the daemon that the conversation of `tokens` goes on in about `due_in_s` seconds."""
+        """Send the daemon a hint that the conversation of `tokens` goes on in about `due_in_s` seconds."""
         self._hint(tokens, due_in_s=due_in_s, next_step="end_of_turn")
 
     def close(self) -> None:
@@ -195,8 +197,10 @@ def open_staged_prompts(
     keeps_inputs: bool = True,
     check: Callable[[], bool] = lambda: True,
 ) -> Iterator[StagedPrompts]:
-    """Return a context manager that connects the stages of `pipeline` with the daemon and gives their prompts. `whole`
-    is the fingerprint of the whole model, `connect` opens a session, `profiles` are the files of each stage's costs.
+    """Connect the stages of `pipeline` with the daemon for the time of a `with` block, and give the block an object
+    that restores and stores prompts. `whole` is the fingerprint of the whole model. `connect` opens a session.
+    `profiles` are the files with the measured costs of each stage. `keeps_inputs` and `check` are explained at
+    `StagedPrompts`.
     """
     layers = [stage.layers for stage in pipeline.stages]
     with ExitStack() as stack:

@@ -23,8 +23,8 @@ from kvstore_restore.stages import Stages
 
 @dataclass(slots=True, eq=False)
 class ChunkStep:
-    """A chunk (storage block) that stage number `stage` is computing since `begun_s`. `done` is the future of its
-    hidden states.
+    """A step of one pipeline stage that is under way: stage number `stage` computes chunk (storage block) number
+    `chunk` since the time `begun_s`. `done` is the future of the chunk's hidden states.
     """
 
     stage: int
@@ -39,8 +39,8 @@ class ChunkStep:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StageSide(RestoreProgress):
-    """The progress of restoring one prompt in one stage. `stream` loads the K/V of its layers, `inputs` the hidden
-    states that it starts from, `input_bytes` bytes for each chunk (storage block).
+    """The progress of restoring one prompt in one stage of a pipeline. `stream` loads the K/V of the stage's layers;
+    `inputs` loads the hidden states that the stage computes from, `input_bytes` bytes for each chunk (storage block).
     """
 
     number: int
@@ -67,12 +67,12 @@ class StageSide(RestoreProgress):
 
     @property
     def loaded_bytes(self) -> int:
-        """The bytes of K/V and hidden states that were loaded so far."""
+        """The bytes of K/V and hidden states that this stage has loaded so far."""
         return self.pointers.loaded * self.chunk_bytes + self.inputs_loaded * self.input_bytes
 
     def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> RestorePlan:
-        """Decide which stored chunks this stage loads and which it computes, and return the plan. `before` is the
-        previous stage with its plan; `loads_all` loads all of them.
+        """Decide which of the stored chunks (storage blocks) this stage loads and which it computes, and return the
+        plan. `before` is the previous stage, with its plan. With `loads_all` all stored chunks are loaded.
         """
         self.tiers = self.found.kv
         for tier, seconds in self.found.load_s.items():
@@ -100,8 +100,8 @@ class StageSide(RestoreProgress):
         return plan
 
     def wanted_inputs(self) -> int:
-        """Return the number of the chunk before which hidden states should be requested now; `inputs_end` if no more
-        are needed.
+        """Return the number of chunks (storage blocks), from the prompt's start, up to which hidden states should be
+        requested now; it is `inputs_end` if no more are needed.
         """
         assert self.stages is not None and self.plan is not None
         wanted = self.stages.wanted(self.number)
@@ -111,25 +111,31 @@ class StageSide(RestoreProgress):
         return min(self.stored_inputs, max(planned, wanted) + 2)
 
     def note_inputs(self, first: int, chunks: int, at_s: float) -> None:
-        """Note that the hidden states of `chunks` chunks from number `first` on arrived at `at_s`."""
+        """Note that the hidden states of `chunks` chunks (storage blocks) from number `first` on arrived at the time
+        `at_s` (seconds).
+        """
         size = self.chunk_tokens
         self.note("states", first * size, chunks * size, self.inputs_at_s, at_s)
         self.inputs_at_s = at_s
 
     def lose_kv(self) -> None:
-        """Note that no more K/V will come, so that the chunks that are left must be computed."""
+        """Note that no more K/V will be loaded for this stage, so that the chunks (storage blocks) that are left must
+        be computed.
+        """
         under_way = None if self.stages is None else self.stages.computing(self.number)
         self.lost += sum(chunk != under_way for chunk in self.pointers.stored())
         self.pointers.lose_all()
 
     def lose_inputs(self) -> None:
-        """Note that none of the requested hidden states will come any more."""
+        """Note that the hidden states that this stage has requested will not arrive any more."""
         assert self.stages is not None
         for chunk in range(self.inputs_end):
             self.stages.lose_input(self.number, chunk)
 
     def record(self, request_id: str, ended_s: float) -> RestorationRecord:
-        """Return the record of this stage's plan and work for the request, until the time `ended_s`."""
+        """Return the record of this stage's plan and work for the request `request_id`, until the time `ended_s`
+        (seconds).
+        """
         actual_s = None if self.done_s is None else self.done_s - self.planned_s
         record = self.recorded(request_id, ended_s, actual_s, self._reason())
         return replace(

@@ -41,8 +41,9 @@ _PATIENCE_S = 0.02  # until expectations are looked at again
 
 @dataclass(frozen=True, slots=True)
 class StagedRestoration:
-    """The result of restoring a prompt in all stages: a record for each stage, times in seconds, and the loaded bytes.
-    `inputs` has for each stage the hidden states to be stored by chunk number, float32 [BLOCK_TOKENS, width].
+    """The result of restoring a prompt in all stages of a pipeline: a record for each stage, times in seconds, and the
+    number of loaded bytes. `inputs` has for each stage the hidden states that should be stored, by chunk (storage
+    block), float32 [BLOCK_TOKENS, width].
     """
 
     stages: tuple[RestorationRecord, ...]
@@ -54,8 +55,9 @@ class StagedRestoration:
 
 @dataclass(slots=True, eq=False)
 class RestorationRun:
-    """A restoration in all stages that is under way. `table` are the prompt's pool blocks. `held` has for each stage
-    the hidden states that it will compute from, `kept` those to be stored (None: none).
+    """The state of restoring one prompt in all stages of a pipeline at once. `table` has the prompt's pool blocks.
+    `held` has for each stage the hidden states that it will compute from; `kept` has the hidden states to be stored
+    (None: none).
     """
 
     tokens: Tokens
@@ -67,8 +69,8 @@ class RestorationRun:
     steps: list[ChunkStep] = field(default_factory=list)
 
     def take_computed(self, stage: int, chunk: int, states: FloatArray, *, is_lacking: bool) -> None:
-        """Take in the hidden states with which a stage's computing of `chunk` ended. `is_lacking` says that the next
-        stage needs them.
+        """Take the hidden states `states` that the stage number `stage` has computed for chunk (storage block) number
+        `chunk`. `is_lacking` says that the next stage needs them.
         """
         self.held[stage].pop(chunk, None)
         following = stage + 1
@@ -80,7 +82,9 @@ class RestorationRun:
             self.kept[following][chunk] = states
 
     def continued_inputs(self) -> tuple[dict[int, FloatArray], ...]:
-        """Return for each stage the kept hidden states that follow the stored ones without a gap, by chunk number."""
+        """Return for each stage the hidden states that should be stored, by chunk (storage block): kept ones that
+        follow the stored ones without a gap.
+        """
         runs = []
         for side, kept in zip(self.sides, self.kept or (), strict=False):
             end = side.stored_inputs
@@ -90,8 +94,8 @@ class RestorationRun:
         return tuple(runs)
 
     def take_kv(self, side: StageSide, pool: BlockPool, arrival: ArrivedBlocks, clock: Callable[[], float]) -> None:
-        """Copy the K/V of `arrival` that the stage `side` still needs to its `pool`, and end the lease. Raises
-        ValueError for a wrong size.
+        """Copy those K/V of `arrival` that the stage `side` still needs into its `pool`, and end the lease on them.
+        Raises ValueError for a wrong size.
         """
         lease, per_block = arrival.lease, BLOCK_TOKENS // pool.block_tokens
         side.note_arrival(arrival.first, side.found.kv[arrival.first : arrival.first + len(lease)], arrival.at_s)
@@ -113,8 +117,8 @@ class RestorationRun:
         lease.__exit__(None, None, None)
 
     def take_states(self, side: StageSide, arrival: ArrivedBlocks) -> None:
-        """Keep the hidden states of `arrival` that the stage `side` still needs, and end the lease. Raises ValueError
-        for a wrong size.
+        """Keep those hidden states of `arrival` that the stage `side` still needs, and end the lease on them. Raises
+        ValueError for a wrong size.
         """
         lease = arrival.lease
         side.note_inputs(arrival.first, len(lease), arrival.at_s)
@@ -130,8 +134,9 @@ class RestorationRun:
 
 
 class StagedRestorer:
-    """A restorer of prompts in all stages of `pipeline` at once. `stores` and `costs` have an entry for each stage.
-    `loads_all` loads every stored chunk unless loading stalls. It restores one prompt at a time.
+    """A restorer of prompts that loads and computes K/V in all stages of `pipeline` at once. `stores` and `costs` have
+    an entry for each stage. With `loads_all` every stored chunk (storage block) is loaded, unless loading stalls. It
+    restores one prompt at a time.
     """
 
     def __init__(
@@ -153,7 +158,9 @@ class StagedRestorer:
         self._fetcher = Fetcher(clock, threads=2 * count)
 
     def warm_up(self, table: npt.NDArray[np.int32]) -> None:
-        """Compute one chunk in all stages at once into the pool blocks `table`, to learn how long it takes."""
+        """Compute one chunk (storage block) in all stages at once into the pool blocks `table`, to measure how long it
+        takes.
+        """
         work = [stage.submit(partial(self._timed, stage.number, table)) for stage in self.pipeline.stages]
         for costs, each in zip(self._costs, work, strict=True):
             costs.observe_batch([(BLOCK_TOKENS, 0)], each.result())
@@ -161,8 +168,9 @@ class StagedRestorer:
     def prefill(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False
     ) -> tuple[FloatArray, StagedRestoration]:
-        """Load or compute the K/V of all `tokens` in the pool blocks `table`. Return the logits of the last token,
-        float32 [vocabulary], and the result.
+        """Load or compute the K/V of all `tokens` into the pool blocks `table`. Return the logits of the last token,
+        float32 [vocabulary], and the result of the restoration. With `keeps_inputs` the result has hidden states for
+        `store_prefix`.
         """
         restored = self.restore(tokens, table, keeps_inputs=keeps_inputs)
         tail = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -172,9 +180,9 @@ class StagedRestorer:
     def restore(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False, request_id: str = ""
     ) -> StagedRestoration:
-        """Load or compute the K/V of all whole storage blocks before the last of `tokens`, in the pool blocks `table`,
-        and return the result. `keeps_inputs` keeps the hidden states for `store_prefix`. Raises the errors of
-        computing.
+        """Load or compute the K/V of all whole storage blocks before the last token of `tokens` into the pool blocks
+        `table`, and return the result. With `keeps_inputs` the result has hidden states for `store_prefix`.
+        `request_id` is for the records. Raises the errors of computing.
         """
         begun_s = self._clock()
         run = self._begin(tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS], table, begun_s)

@@ -29,8 +29,8 @@ _DEADLINE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StageStore:
-    """The sessions with the daemon for one stage: `kv` for the K/V of its layers, `inputs` for the hidden states it
-    starts from. None means that nothing is stored there.
+    """The sessions with the daemon of one pipeline stage: `kv` for the K/V of its layers, `inputs` for the hidden
+    states that it computes from. None means that nothing is stored there.
     """
 
     kv: KvSession | None = None
@@ -40,8 +40,9 @@ class StageStore:
 def stage_fingerprints(
     whole: Fingerprint, layers: Sequence[range], width: int
 ) -> list[tuple[Fingerprint, Fingerprint | None]]:
-    """Return for each stage the fingerprint of its K/V and of its hidden states (None for the first stage). `whole` is
-    the model's fingerprint, `layers` the stages' layers, `width` the values of a hidden state.
+    """Return two fingerprints for each stage, under which its K/V and its hidden states are stored (None for the hidden
+    states of the first stage). `whole` is the model's fingerprint, `layers` has each stage's layers, `width` is the
+    number of values of a hidden state.
     """
     (group,) = whole.groups
     count = len(layers)
@@ -55,9 +56,9 @@ def stage_fingerprints(
 
 @dataclass(frozen=True, slots=True)
 class StageLookup:
-    """The tiers in which a prompt's parts are stored for one stage: for each chunk (storage block) the tier of its K/V
-    and of the hidden states it is computed from, "absent" if there is none. `load_s` maps tiers to the seconds that
-    loading one chunk's K/V should take.
+    """The tiers in which a prompt is stored for one pipeline stage: for each chunk (storage block) the tier of its K/V
+    and the tier of the hidden states that it is computed from, "absent" if they are not stored. `load_s` has by tier
+    the seconds that loading one chunk's K/V should take.
     """
 
     kv: tuple[str, ...]
@@ -66,8 +67,8 @@ class StageLookup:
 
 
 def look_up(store: StageStore, tokens: Tokens) -> StageLookup:
-    """Ask the daemon where the whole storage blocks of `tokens` are stored for the stage with the sessions `store`, and
-    return the tiers.
+    """Ask the daemon in which tiers the whole storage blocks of `tokens` are stored for the stage with the sessions
+    `store`, and return the tiers.
     """
     kv, load_s = _tiers(store.kv, tokens)
     inputs, _ = _tiers(store.inputs, tokens)
@@ -75,7 +76,7 @@ def look_up(store: StageStore, tokens: Tokens) -> StageLookup:
 
 
 def leading(tiers: tuple[str, ...]) -> int:
-    """Return how many entries of `tiers` come before the first "absent"."""
+    """Return how many entries at the start of `tiers` are not "absent"."""
     return next((at for at, tier in enumerate(tiers) if tier == ABSENT), len(tiers))
 
 
@@ -98,7 +99,9 @@ def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], 
 
 @dataclass(frozen=True, slots=True)
 class StageStored:
-    """The statuses of the puts of one stage's blocks, K/V and hidden states. `failure` says why not all were stored."""
+    """The result of storing one stage's blocks: a status for each block, of its K/V and of its hidden states. `failure`
+    says why not all were stored.
+    """
 
     kv: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -120,8 +123,9 @@ def store_prefix(
     table: npt.NDArray[np.int32],
     inputs: Sequence[Mapping[int, FloatArray]] = (),
 ) -> list[StageStored]:
-    """Put the whole storage blocks of `tokens`, whose K/V are in the pool blocks `table`, into the daemon for every
-    stage, and return the results. `inputs` has the hidden states by stage and chunk.
+    """Store the whole storage blocks of `tokens`, whose K/V are in the pool blocks `table`, in the daemon for every
+    stage of `pipeline`. `inputs` has for each stage the hidden states to store, by block. Return the result of each
+    stage.
     """
     whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
     given = [*inputs] or [{}] * len(pipeline.stages)

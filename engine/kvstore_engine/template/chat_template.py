@@ -27,12 +27,13 @@ _OWN = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eo
 
 
 class Marks:
-    """Marks the parts of a conversation, to check that all of them reach the prompt.
+    """A checker that every part of a conversation reaches the prompt that a chat template makes. It puts marks into the
+    messages and then looks for them in the prompt.
 
-    A word that occurs in no text is put at both ends of every text, at the end of every name of a tool, and into the
-    arguments of every call. A template that shows a text shows its ends, also if it trims or escapes it. Of an answer
-    only the end counts, since templates cut thoughts off its head. A text with white space alone needs no mark. A
-    template may leave out a text beside tool calls, as many do, but not the calls.
+    A mark is a word that occurs in no text. It is put at both ends of every text, at the end of every name of a tool,
+    and into the arguments of every call. A template that shows a text shows its ends, also if it trims or escapes it.
+    An answer has a mark at its end only, since templates cut thoughts off its head. A text with white space alone needs
+    no mark. A template may leave out a text beside tool calls, as many do, but not the calls.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,14 @@ class Marks:
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
-        """Return a copy of `messages` in which each text and call has a mark, a word that occurs nowhere else, to find
-        it again in the prompt.
+        """Return a copy of `messages` with a mark (a word that occurs nowhere else) in each text and each tool call.
+        `check` looks for these marks in the prompt.
         """
         return [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
     def tools(self, tools: Sequence[Message]) -> list[Json]:
-        """Return a copy of `tools` in which each tool's name has a mark, a word that occurs nowhere else, to find it
-        again in the prompt.
+        """Return a copy of `tools` with a mark (a word that occurs nowhere else) at the end of each tool's name.
+        `check` looks for these marks in the prompt.
         """
         return [
             {**tool, "function": self._named(tool["function"], f"tools[{index}]", "tools")}
@@ -55,8 +56,9 @@ class Marks:
         ]
 
     def check(self, marked: str, prompt: str) -> None:
-        """Raise TemplateError if a mark is missing in `marked`, the prompt made of the marked conversation: the
-        template left that part out. `prompt` is the prompt of the original conversation.
+        """Raise TemplateError if a mark that `conversation` or `tools` made is missing in `marked`, the prompt of the
+        marked conversation: the chat template left that part out. `prompt` is the prompt of the unmarked conversation,
+        which the error carries.
         """
         shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
@@ -110,7 +112,7 @@ class Marks:
 
 
 class ChatTemplate:
-    """The chat template of one model, which turns messages into a prompt. It is compiled on first use."""
+    """The chat template of one model, which turns a list of messages into a prompt. It is compiled on first use."""
 
     def __init__(
         self,
@@ -121,8 +123,9 @@ class ChatTemplate:
         tool_source: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Make a template. `tool_source` is another template for requests with tools, `now` the clock that templates
-        may show.
+        """Make a template of the Jinja text `source`. `tool_source` is another template for requests with tools (None:
+        the same one). `bos_token` and `eos_token` are the texts of these tokens, and `now` is the clock whose date
+        templates may show.
         """
         self.source, self.tool_source = source, tool_source or source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -149,11 +152,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt for `messages` (OpenAI's form), ready for the assistant's turn.
+        """Return the prompt for `messages` in OpenAI's form. With `add_generation_prompt` it ends where the assistant's
+        answer begins.
 
-        Content is a text or a list of text parts; an assistant's message and a tool's may have none. `tools` (OpenAI's
-        form) are passed to the template, which has to show them to the model. `variables` are inputs of one family's
-        templates, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
+        A message's content is a text or a list of text parts; an assistant's or a tool's message may have none.
+        `tools`, in OpenAI's form, are given to the template, which has to show them to the model. `variables` are
+        inputs of one family's templates, such as Qwen3's `enable_thinking`. Raises TemplateError if the template
+        refuses the messages or leaves a part of them out.
         """
         for message in messages:
             role, content = message.get("role"), message.get("content")
@@ -179,12 +184,14 @@ class ChatTemplate:
         return prompt
 
     def prepare(self) -> None:
-        """Compile and try the template now instead of at the first prompt. Raises TemplateError if it is broken."""
+        """Compile and try the template now rather than at the first prompt. Raises TemplateError if it cannot be
+        compiled.
+        """
         _ = self._for_messages, self._for_tools
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
-        """Return True if callers may set `variable` and the template reads it. `with_tools` asks about the template for
-        requests with tools.
+        """Return True if a request may set `variable` and the template uses it. With `with_tools` the template for
+        requests with tools is meant.
         """
         compiled, _ = self._for_tools if with_tools else self._for_messages
         return variable in compiled.variables and variable not in _OWN

@@ -25,7 +25,8 @@ _MOST_STEPS = 1 << 20  # of all the `range`s of one rendering; the sandbox bound
 
 class TemplateError(UsageError):
     """An error: a model has no usable chat template, or the template refuses the messages. `param` is the field of the
-    chat request at fault. If the template leaves out a part of the conversation, `prompt` is the prompt without it.
+    chat request at fault. If the template left out a part of the conversation, `prompt` is the prompt that lacks that
+    part, otherwise None.
     """
 
     def __init__(self, message: str, param: str = "messages", prompt: str | None = None) -> None:
@@ -34,13 +35,13 @@ class TemplateError(UsageError):
 
 
 class CompiledTemplate:
-    """A compiled chat template. `words` are the field names and texts in its source, `variables` the names that it
-    reads.
+    """A compiled chat template. `words` is the set of field names and quoted texts in its source, `variables` the set
+    of names that it reads. `closes_thoughts` is true if "</think>" is in the source.
     """
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
-        """Compile a template. Raises TemplateError if `source` is none. `now` is the clock that `strftime_now`
-        shows.
+        """Compile the Jinja template `source`. `now` is the clock of the template's function `strftime_now`. Raises
+        TemplateError if `source` is not a valid template, or if Jinja is not installed.
         """
         try:
             from jinja2 import TemplateError as JinjaError
@@ -71,8 +72,8 @@ class CompiledTemplate:
         self.variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt that the template makes of `variables`. Raises TemplateError, of one line, if it refuses or
-        fails.
+        """Return the prompt that the template makes of `variables`, its inputs by name. Raises TemplateError, whose
+        message is one line, if the template refuses these inputs or fails.
         """
         self._steps = 0
         try:

@@ -35,9 +35,9 @@ _MISWRITTEN = re.compile(rf"""'{_KEY}': '{_VALUE}'|\\"{_KEY}""")
 
 
 def shown_tools(tools: Sequence[Message]) -> list[Json]:
-    """Return `tools` as templates print them: each has a name, a description and parameters, in this order.
+    """Return a copy of `tools` in which each tool's function has a name, a description and parameters, in this order.
 
-    A missing description is empty, and so are missing parameters, as from llama.cpp's server; other members stay,
+    A missing description becomes "", and missing parameters become {}, as in llama.cpp's server. Other members follow
     behind these.
     """
     return [{"type": "function", **tool, "function": _shown(tool["function"])} for tool in tools]
@@ -51,10 +51,11 @@ def _shown(function: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The form of messages that one template expects. `text` and `parts` are the roles whose content it reads as a text
-    or as a list of parts. `system`, `developer`: it reads messages of these roles. `object_arguments`: it reads a
-    call's arguments as objects. `bare`: the content to give a message with calls and no text. `words`: all words in its
-    source.
+    """The form in which one chat template expects messages. `text` and `parts` are the roles whose content it reads as
+    a text, or as a list of parts. `system` and `developer` say whether it reads messages of these roles,
+    `object_arguments` whether it reads the arguments of a tool call as an object rather than as JSON text. `bare` is
+    the content of a message that has tool calls and no text: "", null, or no such field. `words`: all words in the
+    template's source.
     """
 
     text: frozenset[str]
@@ -66,7 +67,9 @@ class Forms:
     words: frozenset[str] = frozenset()
 
     def arrange(self, messages: Sequence[Message]) -> list[Json]:
-        """Return `messages` in the form that the template expects."""
+        """Return `messages`, in OpenAI's form, converted into the form that the template expects. Raises TemplateError
+        for a system message that the template cannot show.
+        """
         arranged = [self._message(message) for message in messages]
         return arranged if self.system else self._without_system(arranged)
 
@@ -125,8 +128,8 @@ def _joined(content: str | list[Json]) -> str:
 
 
 def probe(render: Render, words: frozenset[str]) -> Forms:
-    """Find out by trial which form of messages the template behind `render` expects, and return it. `words` are all
-    words in its source.
+    """Find out by trial renderings which form of messages a chat template expects, and return it. `render(messages,
+    tools)` returns its prompt; `words` are all words in its source.
     """
     text: set[str] = set()
     parts: set[str] = set()

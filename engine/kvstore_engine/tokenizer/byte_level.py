@@ -21,8 +21,9 @@ _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A rule that splits text into words before byte pairs are merged. `ignore_merges` takes a word that is a token as
-    a whole. `add_bos` tells if a begin token is added by default.
+    """A rule that splits text into words before byte pairs are merged, by regular `patterns` applied one after another.
+    With `ignore_merges`, a word that is a token as a whole becomes that token without merging. `add_bos` says whether
+    models with this rule begin a text with the BOS token by default.
     """
 
     patterns: tuple[str, ...]
@@ -84,7 +85,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return the rule that files name `name` in `tokenizer.ggml.pre`. Raises TokenizerError for an unknown name."""
+    """Return the rule for splitting text into words that a GGUF file names `name` in `tokenizer.ggml.pre`. Raises
+    TokenizerError for an unknown name.
+    """
     rule = PRE_TOKENIZERS.get(name)
     if rule is None:
         known = ", ".join(sorted(filter(None, PRE_TOKENIZERS)))
@@ -125,8 +128,8 @@ def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 
 
 def token_bytes(text: str) -> bytes:
-    """Return the bytes that the token stored as `text` stands for. Characters outside GPT-2's byte alphabet stand for
-    their UTF-8.
+    """Return the bytes that a token stands for. `text` is the token as the vocabulary stores it, in GPT-2's byte
+    alphabet; characters outside that alphabet stand for their UTF-8.
     """
     alphabet = _byte_of_character()
     return b"".join(bytes([alphabet[character]]) if character in alphabet else character.encode() for character in text)

@@ -25,7 +25,9 @@ _NO_SYMBOL = -1
 
 
 class SentencePieceEncoder:
-    """An encoder of text into token ids of one SentencePiece vocabulary. Spaces must be written as U+2581 already."""
+    """A function object that turns text into token ids of one SentencePiece vocabulary. The caller must have replaced
+    each space by U+2581.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = {text: i for i, text in enumerate(vocabulary.tokens)}
@@ -91,7 +93,9 @@ class SentencePieceEncoder:
 
 
 def token_bytes(text: str, kind: int) -> bytes:
-    """Return the bytes that the token stored as `text`, of the type `kind`, stands for."""
+    """Return the bytes that a token stands for. `text` is the token as the vocabulary stores it, `kind` its type, such
+    as BYTE.
+    """
     if kind == BYTE:
         return bytes([int(text[3:5], 16)])
     return text.replace(SPACE, " ").encode()

@@ -19,11 +19,13 @@ _WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
 
 
 class StreamingDetokenizer:
-    """A decoder that turns token ids into text one by one. Bytes that form no character become U+FFFD."""
+    """A decoder that takes token ids one by one and returns their text as it becomes complete. Bytes that form no
+    character become U+FFFD.
+    """
 
     def __init__(self, piece: Callable[[int], bytes], strip_first_space: bool = False) -> None:
-        """Make a decoder. `piece(token_id)` gives a token's bytes; `strip_first_space` undoes SentencePiece's leading
-        space.
+        """Make a decoder. `piece(token_id)` returns a token's bytes. With `strip_first_space` a space at the start of
+        the first token is removed, since SentencePiece adds one to each text.
         """
         self._piece = piece
         self._strip = strip_first_space
@@ -31,11 +33,15 @@ class StreamingDetokenizer:
         self._characters = 0
 
     def push(self, token_id: int) -> str:
-        """Add `token_id`, and return the text that is complete now; "" while a character lacks bytes."""
+        """Add `token_id`, and return the text that is complete since the last call. It is "" as long as a character
+        lacks bytes.
+        """
         return self._decoded(self._next(token_id))
 
     def place(self, token_id: int) -> int:
-        """Add `token_id`, and return the index in all text so far of the character with the token's first byte."""
+        """Add `token_id`, and return the index, in the text of all tokens so far, of the character that contains the
+        token's first byte.
+        """
         piece = self._next(token_id)
         if not piece:
             return self._characters
@@ -58,13 +64,13 @@ class StreamingDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the last text when no more tokens come: U+FFFD for an incomplete character, otherwise ""."""
+        """Return the last text after all tokens were added: U+FFFD if the last character lacks bytes, otherwise ""."""
         return self._decoder.decode(b"", final=True)
 
 
 class SpecialTokens:
-    """A splitter that finds special tokens in text before anything else is tokenised. Longer special tokens are looked
-    for first in the whole text, as in llama.cpp, so from two overlapping ones the longer wins.
+    """A splitter of text at special tokens, which is done before anything else is tokenised. The whole text is searched
+    for the longer special tokens first, as in llama.cpp: of two that overlap, the longer is found.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -81,8 +87,8 @@ class SpecialTokens:
         self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
 
     def split(self, text: str, parse_special: bool) -> Sequence[str | int]:
-        """Return `text` as a list of plain texts (str, never empty) and ids of special tokens (int), in order. Control
-        tokens are recognised only with `parse_special`.
+        """Return `text` as a list, in order, of plain texts (str, never empty) and ids of special tokens (int). Tokens
+        of the type CONTROL are found only with `parse_special`; without it their names in the text are plain text.
         """
         stretches: list[str | int] = [text] if text else []
         for special, token_id in self._all if parse_special else self._user_defined:
@@ -144,8 +150,9 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> npt.NDArray[np.int32]:
         """Return the token ids of `text`, int32 [n].
 
-        `add_special` adds BOS and EOS if the model wants them. `parse_special` recognises control tokens in the text:
-        right for a rendered chat template, wrong for text that a user typed.
+        With `add_special`, BOS and EOS are added if the model wants them. With `parse_special`, names of control tokens
+        in the text become these tokens: right for a rendered chat template, wrong for text that a user typed. Raises
+        TokenizerError for a text with a lone surrogate.
         """
         try:
             text.encode()
@@ -166,7 +173,7 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def encode_onwards(self, text: str) -> list[int]:
-        """Return the token ids of plain `text` that continues an earlier text, so that no space is put before it."""
+        """Return the token ids of a plain `text` that continues an earlier text. No space is put before it."""
         return list(self._encode_plain(text, after_special=False))
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
@@ -177,20 +184,22 @@ class Tokenizer:
         return self._encode_stretch(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """Return the text of `ids`; control tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        """Return the text of the tokens `ids`. Control tokens are shown only with `special`. Broken UTF-8 becomes
+        U+FFFD.
+        """
         stream = self.stream(special)
         return "".join([*(stream.push(int(token_id)) for token_id in ids), stream.finish()])
 
     def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer:
-        """Return a decoder for the tokens of one answer. `special` shows control tokens; `continues` keeps a leading
-        space, because there is text before it.
+        """Return a decoder that turns the tokens of one answer into text one by one. With `special` it shows control
+        tokens. With `continues` it keeps a leading space, because text precedes the answer.
         """
         piece = self.piece if special else self._visible_piece
         return StreamingDetokenizer(piece, strip_first_space=self._space_prefix and not continues)
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of the token `token_id`; of a control token, its name. Raises IndexError for an
-        unknown id.
+        """Return the bytes of the token `token_id`; for a control token, the bytes of its name. Raises IndexError for
+        an unknown id.
         """
         piece = self._pieces.get(token_id)
         if piece is None:
@@ -216,7 +225,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest, 32 hex digits, of everything that decides into which ids a text is turned."""
+        """A digest, 32 hex digits, of everything in the vocabulary that influences which token ids a text gets."""
         vocabulary = self.vocabulary
         state = hashlib.blake2b(digest_size=16)
         flags = (self.add_bos, self.add_eos, self._space_prefix, vocabulary.bos_id, vocabulary.eos_id)

@@ -39,16 +39,17 @@ _PHI3_KEEPS_SPACE = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 
 
 class TokenizerError(UsageError):
-    """An error: the tokenizer in the file is damaged, or of a kind that this engine cannot reproduce exactly."""
+    """An error: the tokenizer in a GGUF file is damaged, or of a kind that this engine cannot reproduce exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The file's description of a tokenizer.
+    """The vocabulary of a tokenizer, as a GGUF file describes it.
 
-    `tokens[i]` is the stored text of id i (byte-level for gpt2 models, with U+2581 for spaces for llama models);
-    `kinds` int32 [n_tokens] and `scores` float32 [n_tokens] are indexed by id; `merges` is empty for llama models.
-    White space behind a special token of `strip_after` is part of it.
+    `tokens[i]` is the stored text of id i: in GPT-2's byte alphabet for gpt2 models, with U+2581 for spaces for llama
+    models. `kinds` int32 [n_tokens] and `scores` float32 [n_tokens] are indexed by id. `merges` is empty for llama
+    models. `end_ids` are the tokens that end an answer. White space that follows a special token in `strip_after` is
+    dropped.
     """
 
     model: str
@@ -68,7 +69,9 @@ class Vocabulary:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Vocabulary":
-        """Return the vocabulary in the `tokenizer.ggml.*` keys. TokenizerError says which key is missing or damaged."""
+        """Return the vocabulary in the keys `tokenizer.ggml.*` of a GGUF file's `metadata`. Raises TokenizerError; the
+        message says which key is missing or damaged.
+        """
         model = _text(metadata, "model")
         if model not in ("gpt2", "llama"):
             raise TokenizerError(

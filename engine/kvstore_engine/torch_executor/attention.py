@@ -31,9 +31,9 @@ from kvstore_engine.torch_executor.recordings import BUCKETS
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows (tokens) of a step as int32 tensors on the device: positions, slots in the pool, the row of `tables`
-    with the sequence's blocks, and contexts (the number of tokens up to the row's own). Padding rows have slot -1 and
-    context 0. `longest_context` is at least the largest context.
+    """The rows (tokens) of a step as int32 tensors on the device: positions, slots (places in the pool), the line of
+    `tables` with the blocks of the row's sequence, and contexts (the number of tokens up to the row's own). Padding
+    rows have slot -1 and context 0. No context exceeds `longest_context`.
     """
 
     count: int
@@ -45,18 +45,21 @@ class StepRows:
     longest_context: int
 
     def select(self, rows: Any) -> StepRows:
-        """Return only the rows that the integer tensor `rows` names, for attention; their K and V must have been
-        written.
+        """Return only the rows whose numbers are in the integer tensor `rows`, to compute attention for them alone.
+        Their K and V must have been written.
         """
         return replace(self, count=len(rows), sequences=self.sequences[rows], contexts=self.contexts[rows])
 
 
 class AttentionBackend(ABC):
-    """The attention of one model over one pool of K/V blocks. `layer` is a layer's number."""
+    """An object that writes K and V to one pool and computes attention over it, layer by layer. `layer` is the number
+    of a layer.
+    """
 
     def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
-        """Prepare a step that is about to be queued. `tables` has the whole blocks before the step's tokens, an array
-        for each sequence. Return a value; a recorded step may be replayed for this one only if its value was equal.
+        """Prepare a step that is about to be queued. `tables` has for each sequence the numbers of the whole blocks
+        before its new tokens. Return a value: a recorded step may be replayed for this step only if `begin` returned an
+        equal value when it was recorded.
         """
         return None
 
@@ -68,14 +71,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
-        """Return the attention of the rotated `queries`, bf16 [rows, heads, head_dim], over the cache, in equal
-        shape.
+        """Return the result of attention for the rotated `queries`, bf16 [rows, heads, head_dim], over the cached K and
+        V. It has the shape of the queries.
         """
 
 
 class KernelAttention(AttentionBackend):
     """Attention by the engine's CUDA kernels. `stream()` returns the address of the stream on which the step is queued.
-    `window` keeps a shared prefix in the L2 cache, if it is not None.
+    `window`, if not None, chooses a shared prefix to keep in the L2 cache.
     """
 
     def __init__(
@@ -127,9 +130,9 @@ class KernelAttention(AttentionBackend):
 
 
 def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
-    """Return the load, in thread blocks for each multiprocessor, from which on attention over `cache` on `device` runs
-    in one pass instead of in partitions. It is looked up, or measured on the first layer's planes, which must not be in
-    use yet. Raises UnsupportedModel.
+    """Return the load, in CUDA thread blocks for each multiprocessor, from which on attention over `cache` on `device`
+    runs in one pass instead of in partitions. An earlier measurement is used, or one is made in the memory of the first
+    layer, which must not be in use yet. Raises UnsupportedModel.
     """
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes
@@ -147,8 +150,8 @@ def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
 
 
 def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:
-    """Return the shape of a model's K/V cache for the CUDA kernels. Raises UnsupportedModel if they do not support its
-    heads.
+    """Return the shape of a model's K/V cache for the CUDA kernels. Raises UnsupportedModel if the kernels do not
+    support the model's heads.
     """
     try:
         return CacheShape(config.heads, config.kv_heads, config.head_dim, block_tokens, cache=kv_dtype)
@@ -157,8 +160,8 @@ def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> Cache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch over `cache`, slow and exact, with which the CUDA kernels are compared. It computes in
-    float32; padding rows give zeros.
+    """Attention in plain torch over `cache`, with which tests compare the CUDA kernels. It is slow, computes in
+    float32, and gives zeros for padding rows.
     """
 
     def __init__(self, cache: Cache) -> None:

@@ -30,8 +30,9 @@ _ZERO = 1e-34  # a row whose greatest element is below is stored as zeros
 
 
 class Arrivals:
-    """The loads of K/V into a pool of `layers` layers that have not finished. A load is a function that makes work
-    queued later wait for one layer. Only the engine's thread may use it.
+    """The list of running loads of K/V into a pool of `layers` layers. A load is a function: called with a layer's
+    number, it makes work that is queued later wait until this layer is loaded. Only the engine's thread may use the
+    list.
     """
 
     def __init__(self, layers: int) -> None:
@@ -42,17 +43,17 @@ class Arrivals:
         self._loads.append(load)
 
     def remove(self, load: WaitFor) -> None:
-        """Remove `load`, which has finished or failed. An unknown one is ignored."""
+        """Remove `load`, which has finished or failed, from the list. An unknown load is ignored."""
         self._loads = [each for each in self._loads if each != load]
 
     def wait(self, layer: int) -> None:
-        """Make work that is queued after this wait until all loads have brought `layer`."""
+        """Make work that is queued after this call wait until every running load has loaded `layer`."""
         for load in self._loads:
             load(layer)
 
     def wait_all(self) -> None:
-        """Make work that is queued after this wait for all layers of all loads, and forget the loads. A recorded step
-        needs this, because its replay waits for nothing.
+        """Make work that is queued after this call wait until every running load has loaded all layers, and empty the
+        list. A recorded step needs this, because its replay waits for nothing.
         """
         loads, self._loads = self._loads, []
         for load in loads:
@@ -61,15 +62,17 @@ class Arrivals:
 
 
 class StoredRows(ABC):
-    """The K or the V of one layer, stored in a plane: [kv_heads, head_dim] numbers for each slot (token place)."""
+    """The memory with the K, or the V, of one layer: [kv_heads, head_dim] numbers for each slot (the place of one
+    token).
+    """
 
     @abstractmethod
     def store(self, slots: Any, rows: Any) -> None:
-        """Write `rows`, float [n, kv_heads, head_dim], to the places `slots`, int64 [n]."""
+        """Write `rows`, float [n, kv_heads, head_dim], to the slots with the numbers `slots`, int64 [n]."""
 
     @abstractmethod
     def load(self, slots: Any) -> Any:
-        """Return the rows at the places `slots` as float32 [n, kv_heads, head_dim]."""
+        """Return the rows in the slots with the numbers `slots` as float32 [n, kv_heads, head_dim]."""
 
 
 class PlainRows(StoredRows):
@@ -123,8 +126,9 @@ class ScaledRows(StoredRows):
 
 
 class Cache:
-    """A pool's K/V memory as attention uses it. `planes` is the memory, uint8 [planes, blocks, block_bytes]: K and V of
-    each layer in turn. `factors` are the model's rotary scaling factors, or None. `arrivals` are loads into it.
+    """The memory of a K/V pool as attention uses it. `planes` is that memory, uint8 [planes, blocks, block_bytes]: K
+    and V of each layer in turn. `factors` are the model's rotary scaling factors, or None. `arrivals` lists the running
+    loads into the pool.
     """
 
     def __init__(
@@ -150,11 +154,13 @@ class Cache:
         }
 
     def rows(self, layer: int) -> tuple[StoredRows, StoredRows]:
-        """Return the stored K and the stored V of `layer`."""
+        """Return two objects that read and write the stored K and the stored V of `layer`."""
         return self._rows[2 * layer], self._rows[2 * layer + 1]
 
     def turns(self, layer: int) -> Any:
-        """Return the cosines and sines by which `layer` rotates heads, float32 [positions, pairs, 2]."""
+        """Return the table of the rotary embedding of `layer`: the cosine and the sine for each position and pair of
+        channels, float32 [positions, pairs, 2].
+        """
         return self._turns[self.ropes[layer]]
 
     def _stored(self, plane: Any) -> StoredRows:

@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class DevicePoolCopies:
-    """Copies between the daemon's memory and a pool on the CUDA `device`, made by its copy engines. `arrivals` gets
-    each load, so that steps wait for it. `budget` limits copies out of the pool while the engine decodes, and is closed
-    with this object. Raises DeviceError.
+    """A maker of copies between the daemon's memory and a pool on the CUDA `device`, by the device's copy engines. Each
+    load is added to `arrivals`, so that steps wait for it. `budget` limits copies out of the pool while the engine
+    decodes; it is closed with this object. Raises DeviceError.
     """
 
     waits_by_layer = True
@@ -72,8 +72,8 @@ class DevicePoolCopies:
         self.budget.decoding(is_decoding)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the host memory that was named so far is registered with the device. Return False if that takes
-        longer than `timeout_s` seconds.
+        """Wait until all host memory that the copies so far were given is registered with the device. Return False if
+        that takes longer than `timeout_s` seconds.
         """
         return self._transfers.loads.registered.settle(timeout_s)
 
@@ -121,8 +121,10 @@ def device_pool(pool: BlockPool) -> DevicePool:
 def open_device_copies(
     index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
 ) -> Iterator[DevicePoolCopies | None]:
-    """Return a context manager that gives the copies of CUDA device `index` for `pool`. `store_rate` limits copies out
-    of the pool while the engine decodes. It gives None, and logs the reason, if the device cannot make copies.
+    """Open a maker of copies between the daemon and `pool` on the CUDA device number `index` for the time of a `with`
+    block. The block gets it, or None, with the reason in the log, if the device cannot copy. `store_rate` limits copies
+    out of the pool while the engine decodes. Loads are added to `arrivals`; `stream` is the stream of the engine's
+    steps.
     """
     copies = None
     try:

@@ -16,8 +16,8 @@ _OLDEST = (2, 8)  # the first whose products of bf16 give float32
 
 
 def torch_library() -> ModuleType:
-    """Import torch, if that was not done, and return the module. Raises OperationError, which says what to install, if
-    it is missing or older than 2.8.
+    """Return the module torch, which is imported if it was not yet. Raises OperationError if torch is missing or older
+    than 2.8; the message says what to install.
     """
     try:
         import torch
@@ -42,8 +42,8 @@ def check_device(device: DeviceName) -> None:
 
 
 def check_answers(device: DeviceName) -> None:
-    """Raise OperationError if `device` has failed for good, as after a kernel's wrong memory access, so that no later
-    call in this process can succeed.
+    """Raise OperationError if `device` has failed in a way that no later call in this process can succeed, for example
+    after a kernel's wrong memory access.
     """
     if device.is_cuda:
         try:

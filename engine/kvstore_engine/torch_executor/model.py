@@ -35,7 +35,7 @@ _SLICE_BYTES = 64 << 20  # of floats at a time: a large matrix is not held in fl
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """The weights of one matrix product, [outputs, inputs], and its bias or None."""
+    """The weight of one matrix product, [outputs, inputs], and its bias or None, as torch tensors."""
 
     weight: Any
     bias: Any = None
@@ -88,7 +88,7 @@ class TorchModel:
         file.release()
 
     def close(self) -> None:
-        """Free the memory of the weights and close the file. No executor may use the model afterwards."""
+        """Free the memory of the weights and close the model's file. No executor may use the model afterwards."""
         self.layers, self.token_embedding, self.output = (), None, TorchLinear(None)
         self.file.close()
 
@@ -168,8 +168,8 @@ def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int
 
 
 class Decoder:
-    """The forward pass of `model` with `attention`. It reads no tensor's values on the host, so that a step can be
-    recorded and replayed.
+    """A function object for the forward pass of `model`, with `attention` over the K/V pool. It reads no values of
+    tensors on the host, so that a step can be recorded and replayed.
     """
 
     def __init__(self, model: TorchModel, attention: AttentionBackend) -> None:
@@ -177,9 +177,9 @@ class Decoder:
         self._functional = self._torch.nn.functional
 
     def step(self, tokens: Any, rows: StepRows, outputs: Any = None, *, wants_logits: bool = True) -> Any:
-        """Compute one step of `tokens`, int32 [rows]. Return the logits, float32 [outputs, vocabulary], of the rows
-        that the integer tensor `outputs` names, or of all. Without `wants_logits` only K and V are written, and None is
-        returned.
+        """Compute one step of `tokens`, int32 [rows], and write K and V. Return the logits, float32 [outputs,
+        vocabulary], of the rows whose numbers are in the integer tensor `outputs`; None means all rows. Without
+        `wants_logits` None is returned.
         """
         model, config = self._model, self._model.config
         hidden = self._functional.embedding(tokens, model.token_embedding).float()

@@ -42,8 +42,8 @@ from kvstore_engine.torch_executor.recordings import cuda_recorder
 def open_torch_executor(
     file: GGUFFile, device: DeviceName, setup: PoolSetup, sizes: StepSizes
 ) -> Iterator[TorchExecutor]:
-    """Return a context manager that gives an executor for the model in `file` on the torch `device`, with a pool by
-    `setup` and step limits by `sizes`. Raises the errors of `opening.open_executor`.
+    """Load the model in `file` on the torch `device`, and give the `with` block an executor with a pool by `setup` and
+    step limits by `sizes`. Raises the errors of `opening.open_executor`.
     """
     check_device(device)
     with contextlib.ExitStack() as stack:
@@ -66,8 +66,8 @@ def open_torch_executor(
 
 @contextlib.contextmanager
 def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
-    """Return a context manager that gives the copies between the daemon and the executor's pool. On a GPU `store_rate`
-    limits copies out of the pool while the engine decodes.
+    """Open a maker of copies between the daemon and the pool of `executor` for the time of a `with` block. On a GPU
+    `store_rate` limits copies out of the pool while the engine decodes.
     """
     device, host = executor.model.device, HostPoolCopies(executor.pool)
     if not device.is_cuda:
@@ -79,8 +79,8 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Return the reasons why the model of `file` cannot run on `device`, apart from reasons that ggml's checks find; an
-    empty list if there are none.
+    """Return the reasons why the model in `file` cannot run on `device`, one sentence each; an empty list if it can.
+    Reasons that ggml's own checks find are not among them.
     """
     found = []
     try:
@@ -98,8 +98,8 @@ def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[st
 
 
 def room_for_pool(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
-    """Return how many bytes of the memory of `device` stay free once the weights of `file` are loaded. Raises
-    UsageError if the machine has no such device.
+    """Return how many bytes of the memory of `device` are free for the K/V pool once the weights of `file` are loaded.
+    Raises UsageError if the machine has no such device.
     """
     check_device(device)
     return max(0, free_bytes(device) - weight_bytes(file, config, device))
@@ -112,8 +112,8 @@ def new_pool(
     launcher: Launcher | None = None,
     memory: Memory | None = None,
 ) -> tuple[BlockPool, Cache]:
-    """Make a K/V pool on the model's device, and return it with its planes as attention uses them. `launcher` and
-    `memory` are explained at `TorchPlanes`.
+    """Make a K/V pool on the device of `model`. Return the pool, and the same memory in the form that attention uses.
+    `setup` and `sizes` give its size; `launcher` and `memory` are explained at `TorchPlanes`.
     """
     placed: list[TorchPlanes] = []
 

@@ -32,8 +32,8 @@ _STAGE_BYTES = 16 << 20
 
 
 class BlockMoves(ABC):
-    """Copies of pool blocks within a device. `tensor` is the pool's memory, uint8 [planes, blocks, block_bytes]; block
-    numbers are int32.
+    """An object that copies pool blocks within a device. `tensor` is the pool's memory, uint8 [planes, blocks,
+    block_bytes]; block numbers are int32.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -41,23 +41,23 @@ class BlockMoves(ABC):
 
     @abstractmethod
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
-        """Copy the blocks `block_ids` of the planes `planes` into a new tensor on the device, uint8 [planes, n,
-        block_bytes], and return it.
+        """Copy the blocks with the numbers `block_ids` of the planes `planes` into a new tensor on the device, uint8
+        [planes, n, block_bytes], and return it.
         """
 
     @abstractmethod
     def scatter(self, parts: Any, planes: slice, block_ids: Int32Array) -> None:
-        """Copy `parts`, uint8 [planes, n, block_bytes] on the device, into the blocks `block_ids` of the planes
-        `planes`. No block may occur twice.
+        """Copy `parts`, uint8 [planes, n, block_bytes] on the device, into the blocks with the numbers `block_ids` of
+        the planes `planes`. No block may occur twice.
         """
 
     @abstractmethod
     def move(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy block sources[i] over block targets[i] in every plane. No block may occur twice."""
+        """Copy pool block sources[i] over pool block targets[i] in every plane. No block may occur twice."""
 
 
 class TorchMoves(BlockMoves):
-    """Copies of blocks by torch's own operations, plane by plane, on any device."""
+    """A copier of pool blocks by torch's own operations, plane by plane, on any device."""
 
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
         return self._tensor[planes].index_select(1, self._ids(block_ids))
@@ -75,8 +75,8 @@ class TorchMoves(BlockMoves):
 
 
 class KernelMoves(BlockMoves):
-    """Copies of blocks by the engine's CUDA kernel, all planes in one launch. `stream()` returns the address of the
-    current stream. Raises ValueError if a block's bytes are no multiple of 16.
+    """A copier of pool blocks by the engine's CUDA kernel, all planes in one launch. `stream()` returns the address of
+    the current stream. Raises ValueError if a block's bytes are no multiple of 16.
     """
 
     def __init__(self, tensor: Any, launcher: Launcher, stream: Callable[[], int] = lambda: STREAM_OF_DEFAULT) -> None:
@@ -125,8 +125,8 @@ class KernelMoves(BlockMoves):
 
 
 class TorchPlanes(PoolPlanes):
-    """A pool's memory as a torch tensor on `device`, uint8 [planes, blocks, block_bytes]. On the processor `array` is a
-    NumPy view of it.
+    """The memory of a pool as a torch tensor on `device`, uint8 [planes, blocks, block_bytes]. On the processor `array`
+    is a NumPy view of it.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class KeepsInCache(Protocol):
-    """A device that can keep a range of memory in its L2 cache; see `kernels.cuda.Device`."""
+    """A device that can keep a range of its memory in its L2 cache; see `kernels.cuda.Device`."""
 
     @property
     def window_bytes(self) -> int: ...
@@ -37,8 +37,8 @@ class KeepsInCache(Protocol):
 
 
 class PrefixWindow:
-    """A chooser of the memory that `device` keeps in its L2 cache: the K blocks of `block_bytes` that most sequences of
-    a step share. It is for one thread.
+    """A chooser of the range of memory that `device` keeps in its L2 cache: the K blocks, of `block_bytes` bytes each,
+    that most sequences of a step share. It is for one thread.
     """
 
     def __init__(self, device: KeepsInCache, block_bytes: int) -> None:
@@ -48,8 +48,9 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """Return a chooser if the variable KVENGINE_L2_PREFIX sets bytes of the cache aside and the device can do that;
-        otherwise None. Raises UsageError for a wrong size.
+        """Return a chooser of the memory that `device` keeps in its L2 cache. Return None unless the environment
+        variable KVENGINE_L2_PREFIX reserves bytes of the cache for this and the device can do it. `block_bytes` are the
+        bytes of a K block. Raises UsageError for a wrong size in the variable.
         """
         text = os.environ.get(VARIABLE, "")
         try:
@@ -65,16 +66,16 @@ class PrefixWindow:
         return cls(device, block_bytes)
 
     def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
-        """Choose the memory for a step whose sequences only read the blocks of `tables`, and return it as a window in
-        planes that begin at address 0; None if nothing is shared.
+        """Choose the memory to keep for the next step, and return it as a window, with addresses counted from the start
+        of a plane; None if no block is shared. `tables` has for each sequence the blocks that the step only reads.
         """
         shared = most_shared(tables)
         self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
         return self._chosen
 
     def place(self, plane: int, stream: int) -> None:
-        """Let the next kernels on `stream`, which read the plane at the address `plane`, keep the memory that `choose`
-        chose in the device's L2 cache. If it chose none, an earlier choice is undone.
+        """Let the device keep the memory that `choose` chose in its L2 cache for the next kernels on `stream`, which
+        read the plane at the address `plane`. If nothing was chosen, an earlier choice is undone.
         """
         chosen = self._chosen
         if chosen is not None:
@@ -86,8 +87,9 @@ class PrefixWindow:
 
 
 def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
-    """Return the leading blocks of some of `tables` (each sequence's block numbers) that save the most reads when
-    shared: (n - 1) * m for n sequences and m blocks. It is empty if nothing is shared.
+    """Return the leading blocks that some of the sequences have in common and whose sharing saves the most reads: (n -
+    1) * m for n sequences and m blocks. `tables` has the block numbers of each sequence. The result is empty if nothing
+    is shared.
     """
     order = sorted(tables, key=lambda table: table.tobytes())  # those with a common beginning are neighbours
     common = [_common(one, other) for one, other in pairwise(order)]

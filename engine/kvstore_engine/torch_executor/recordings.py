@@ -26,8 +26,8 @@ _MOST_KEPT = 128  # buckets times lengths of a context are about half as many
 
 
 def bucket_of(slices: Sequence[SequenceSlice]) -> int:
-    """Return the number of rows, one of BUCKETS, to which a step of `slices` is padded, if every sequence computes one
-    token with logits; otherwise 0.
+    """Return the number of rows, one of BUCKETS, to which a step of `slices` is padded so that it can be recorded.
+    Return 0 unless every sequence of the step computes one token and its logits.
     """
     if any(len(piece.tokens) != 1 or piece.outputs == "none" for piece in slices):
         return 0
@@ -35,14 +35,14 @@ def bucket_of(slices: Sequence[SequenceSlice]) -> int:
 
 
 def context_bound(longest: int, partition_keys: int) -> int:
-    """Return `longest` (tokens) rounded up to `partition_keys` times a power of two."""
+    """Return the context `longest` (tokens), rounded up to `partition_keys` times a power of two."""
     partitions = max(1, -(-longest // partition_keys))
     return partition_keys << (partitions - 1).bit_length()
 
 
 def cuda_recorder() -> Record:
-    """Return a function that records a step as a CUDA graph, and returns its replay and its result. All recordings
-    share memory, so only one may run at a time.
+    """Return a function that records a step as a CUDA graph and returns two things: a function that replays the graph,
+    and its result. All recordings share memory, so only one may run at a time.
     """
     torch = torch_library()
     pool = torch.cuda.graph_pool_handle()
@@ -58,8 +58,8 @@ def cuda_recorder() -> Record:
 
 
 class DecodeSteps:
-    """A cache of recorded decode steps. With `record`, the second step of a kind is recorded and later ones are
-    replayed; without it every step is computed. At most 128 kinds are kept.
+    """A cache of recorded decode steps. With `record`, the second step of a kind (as `run` explains) is recorded and
+    later ones are replayed; without it every step is computed. At most 128 recordings are kept.
     """
 
     def __init__(self, compute: Compute, record: Record | None) -> None:
@@ -67,8 +67,8 @@ class DecodeSteps:
         self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
     def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
-        """Compute or replay a step of `rows` rows and return its results, which are valid until the next call. Steps of
-        equal rows, context and `variant` are of one kind.
+        """Compute or replay a step of `rows` rows and return its results, which are valid until the next call. Steps
+        with equal `rows`, `longest_context` and `variant` are of one kind, which one recording serves.
         """
         key = rows, longest_context, variant
         if self._record is None:

@@ -25,7 +25,7 @@ _FIELDS = 6
 
 
 class InputMemory:
-    """Fixed memory, on the host and on `device`, for the inputs of steps within `limits` and up to `padding` padding
+    """Memory, on the host and on `device`, for the inputs of steps within `limits` and up to `padding` further padding
     rows. Its addresses never change, so that a recorded step can be replayed.
     """
 
@@ -41,8 +41,8 @@ class InputMemory:
         self._tables = flat[_FIELDS * rows :].reshape(-1, width)
 
     def fill(self, inputs: StepInputs, slices: Sequence[SequenceSlice], padded: int) -> None:
-        """Write the inputs of a step to the host's memory and queue their copy to the device. Rows from the step's own
-        up to `padded` become padding.
+        """Write the `inputs` of the step `slices` to the host memory and queue their copy to the device. The rows from
+        the step's last one up to row number `padded` become padding rows.
         """
         count, fields = len(inputs.tokens), self._fields
         fields[_TOKENS, :count], fields[_POSITIONS, :count] = inputs.tokens, inputs.positions
@@ -64,7 +64,9 @@ class InputMemory:
         return self._field(_OUTPUTS, count)
 
     def rows(self, count: int, longest_context: int) -> StepRows:
-        """Return the tensors on the device for the first `count` rows."""
+        """Return the device's tensors for the first `count` rows of the step. No context of the step exceeds
+        `longest_context` tokens.
+        """
         tables = self._device[_FIELDS * self._rows :].view(-1, self._width)
         return StepRows(
             count=count,
@@ -82,7 +84,7 @@ class InputMemory:
 
 class StepOutputs(NamedTuple):
     """The results of a step as tensors on the device: `logits`, float32 [rows, vocabulary], and `likeliest`, int32
-    [rows, 2], the likeliest token of each row and the bits of its logit.
+    [rows, 2]: for each row the token with the largest logit, and the bits of that logit.
     """
 
     logits: Any
@@ -90,7 +92,9 @@ class StepOutputs(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> StepOutputs:
-        """Return `logits` with the likeliest token of each row. The work is queued and not waited for."""
+        """Return the results of a step with `logits`: it finds the likeliest token of each row. The work is queued on
+        the device and not waited for.
+        """
         torch = torch_library()
         most, best = logits.max(dim=-1)
         return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))
@@ -100,7 +104,7 @@ class StepOutputs(NamedTuple):
 
 
 class LogitsMemory:
-    """Host memory that receives the results of an executor's steps."""
+    """Host memory to which the results of an executor's steps are copied."""
 
     def __init__(self, device: DeviceName) -> None:
         self._torch, self._device = torch_library(), device
@@ -108,8 +112,8 @@ class LogitsMemory:
         self._rows = self._new(0, self._torch.float32)
 
     def received(self, computed: StepOutputs | None, whole: Sequence[int] | None) -> DeviceLogits:
-        """Wait for the step with the results `computed`, and return them on the host. `whole` lists the rows whose
-        logits are copied completely, None for all. If `computed` is None, nothing is copied.
+        """Wait for the step with the results `computed`, and return its logits on the host. `whole` lists the numbers
+        of the rows whose logits are copied completely, None for all rows. If `computed` is None, nothing is copied.
         """
         if computed is None:
             self._synchronize()
@@ -147,8 +151,8 @@ class LogitsMemory:
 
 
 class DeviceLogits(StepLogits):
-    """The logits of a step that has ended, on the host. `best` and `most` are the likeliest token of each row and its
-    logit. Only the rows `whole` can be read completely, from `array`, until the next step.
+    """The logits of a finished step, on the host. `best` and `most` have the likeliest token of each row and its logit.
+    Only the rows whose numbers are in `whole` can be read completely, from `array`, until the next step.
     """
 
     def __init__(self, best: list[int], most: list[float], whole: Sequence[int], array: FloatArray) -> None:

@@ -36,8 +36,9 @@ _FIRST_VICTIM = "300"  # when memory runs out, the process that can be replaced 
 
 
 def serve(connection: socket.socket, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int) -> None:
-    """Compute the steps that the parent process orders over `connection`, until it closes. The three descriptors are
-    the model's file, the pool's memory and the mailbox.
+    """Open the model, then compute the steps that the parent process orders over `connection`, until the connection is
+    closed. The three descriptors are of the model's file, of the pool's memory and of the mailbox (shared memory for
+    steps and their logits).
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -25,8 +25,8 @@ _FIELDS = 4  # of a slice: start, tokens, blocks, outputs
 
 
 class Mailbox:
-    """Shared memory through which the engine and its worker process exchange steps within `limits` and their logits.
-    `memory` makes or maps it, given a size in bytes.
+    """Shared memory through which the engine and its worker process exchange steps and their logits. `limits` give the
+    greatest size of a step. `memory(nbytes)` allocates that memory or maps the other process's.
     """
 
     def __init__(self, limits: StepLimits, memory: Callable[[int], mmap.mmap]) -> None:
@@ -50,7 +50,9 @@ class Mailbox:
         )
 
     def write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Write the `slices` of a step into the shared memory. Raises ValueError if they do not fit."""
+        """Write the `slices` of the next step into the shared memory. Raises ValueError if the step has no slice, too
+        many slices or too many tokens.
+        """
         if not 0 < len(slices) <= self._max_sequences:
             raise ValueError(f"a step takes 1 to {self._max_sequences} sequences, not {len(slices)}")
         total = sum(len(piece.tokens) for piece in slices)
@@ -68,7 +70,7 @@ class Mailbox:
         np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
 
     def read(self, count: int) -> list[SequenceSlice]:
-        """Return the first `count` slices that `write` has left, as views of the shared memory."""
+        """Return the `count` slices of the step that `write` put into the shared memory, as views of it."""
         slices, first = [], 0
         for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
             table = self._tables[index, :blocks]
@@ -78,6 +80,8 @@ class Mailbox:
         return slices
 
     def logits(self, step: int, rows: int | None = None) -> FloatArray:
-        """Return the part of the shared memory for the logits of step number `step`, float32 [rows, vocabulary]."""
+        """Return the memory for the logits of step number `step`, float32 [rows, vocabulary], as a view of the shared
+        memory; with `rows` None, all rows that it has room for. It is used again for step number `step` + 2.
+        """
         view: FloatArray = self._logits[step % _SLOTS, :rows]
         return view

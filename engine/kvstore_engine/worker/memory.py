@@ -14,8 +14,8 @@ import numpy as np
 
 
 class SharedMemory:
-    """Memory (a memfd) that a child process can map. `allocate` may be called once. With `touched`, all its pages are
-    in RAM from the start; otherwise each comes when it is first written.
+    """Memory without a file name (a memfd) that a child process can map through `descriptor`. With `touched`, all its
+    pages are in RAM from the start; otherwise each page is allocated when it is first written. Call `allocate` once.
     """
 
     def __init__(self, name: str, *, touched: bool) -> None:
@@ -23,7 +23,7 @@ class SharedMemory:
         self._touched = touched
 
     def allocate(self, size_bytes: int) -> mmap.mmap:
-        """Make the memory, `size_bytes` of zeros, and return its mapping."""
+        """Allocate the shared memory, `size_bytes` bytes of zeros, and return its mapping in this process."""
         os.ftruncate(self.descriptor, size_bytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = attach(self.descriptor, size_bytes)
@@ -32,15 +32,15 @@ class SharedMemory:
         return memory
 
     def close(self) -> None:
-        """Close the descriptor. The mapping lasts as long as something refers to it."""
+        """Close the descriptor. The memory lasts as long as something refers to its mapping."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Return a mapping of `size_bytes` bytes of the shared memory behind `descriptor`, which another process made.
-    Raises ValueError if it is smaller.
+    """Return a mapping of the first `size_bytes` bytes of the shared memory that another process made. `descriptor` is
+    the inherited descriptor of that memory. Raises ValueError if the memory is smaller.
     """
     memory = mmap.mmap(descriptor, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

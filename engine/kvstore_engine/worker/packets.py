@@ -23,8 +23,8 @@ MAX_PACKET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkerSetup:
-    """The first message to an engine's worker process, with what it needs to open the model. `model` is the file's name
-    in messages, `pool` the bytes of the pool's memory.
+    """The first message to an engine's worker process, with what it needs to open the model: `model`, the path of the
+    file, which is used in messages only, the settings `pool` of the K/V pool, and the `sizes` of steps.
     """
 
     model: str
@@ -41,7 +41,7 @@ class EngineWorkerSetup:
 
 
 class Status(IntEnum):
-    """The result of an order to the worker process. All but DONE come with a message."""
+    """The result of an order to the worker process, or of its start. Each one but DONE comes with a message."""
 
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit
@@ -51,8 +51,8 @@ class Status(IntEnum):
 
 
 class Order(NamedTuple):
-    """A message to the worker process: compute step number `step`, whose `slices` slices are in the mailbox, with
-    `threads` threads.
+    """A message to the worker process: compute step number `step` with `threads` threads. The step's `slices` slices
+    are in the mailbox (shared memory for steps and their logits).
     """
 
     step: int
@@ -68,8 +68,9 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The worker process's answer to an order: `rows` rows of logits are in the mailbox, or `message` says why not.
-    `compute_ns` is the computing time in nanoseconds.
+    """The worker process's answer to the order for step number `step`. If `status` is DONE, `rows` rows of logits are
+    in the mailbox (shared memory for steps and their logits); otherwise `message` gives the reason. `compute_ns` is the
+    computing time in nanoseconds.
     """
 
     step: int

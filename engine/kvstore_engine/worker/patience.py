@@ -20,8 +20,8 @@ _MEMORY = 0.99  # a step that was slow once counts less with each that is not
 
 
 class StepPatience:
-    """The time limits of steps, learned from measured ones: from `least_s` seconds up to `MOST_S`, or always `least_s`
-    if that is more. After that a step counts as hanging.
+    """The time limits after which a step counts as hanging, learned from the times of earlier steps. A limit is at
+    least `least_s` seconds and at most `MOST_S`, or `least_s` if that is more.
     """
 
     def __init__(self, least_s: float = LEAST_S) -> None:
@@ -31,7 +31,9 @@ class StepPatience:
         self._slowest: dict[tuple[int, int], float] = {}  # by size, in powers of two
 
     def limit_s(self, slices: Sequence[SequenceSlice]) -> float:
-        """Return the seconds that a step of `slices` may take before it counts as hanging."""
+        """Return the seconds that a step of `slices` may take before it counts as hanging: a multiple of the time of
+        earlier steps that were as large or larger. A step larger than all earlier ones gets the longest limit.
+        """
         tokens, attended = _size(slices)
         known = self._slowest.items()
         predicted = [seconds for size, seconds in known if size[0] >= tokens and size[1] >= attended]
@@ -40,7 +42,7 @@ class StepPatience:
         return min(max(self._least_s, _STRETCH * min(predicted)), self._most_s)
 
     def took(self, slices: Sequence[SequenceSlice], seconds: float) -> None:
-        """Learn that a step of `slices` took `seconds`."""
+        """Remember that a step of `slices` took `seconds`, for the limits of later steps."""
         size = _size(slices)
         self._slowest[size] = max(seconds, _MEMORY * self._slowest.get(size, 0.0))
 

@@ -56,8 +56,8 @@ class StepFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkerNotice:
-    """A report that the worker process has started, is ready or has died. `deaths` counts deaths so far; `reason`
-    explains a death.
+    """A report about the worker process `pid`: it has started, is ready or has died. `deaths` counts the deaths of
+    workers so far; `reason` explains a death.
     """
 
     state: Literal["starting", "ready", "dead"]
@@ -71,8 +71,8 @@ class EngineWorkerDied(Exception):
 
 
 class EngineWorkerProcess:
-    """A child process that computes steps. `receive` returns its first reply, which tells if the model could be
-    opened.
+    """A child process that computes steps, with the connection to it. Call `receive` once after the start: that reply
+    says whether the model could be opened.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class EngineWorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the process has ended, while no step is being computed."""
+        """Return a descriptor that becomes readable when the process ends, as long as no step is being computed."""
         return self._socket.fileno()
 
     def order(self, order: Order, timeout_s: float) -> Reply:
-        """Send `order`, and return the reply. Raises EngineWorkerDied if the process ends or takes more than
-        `timeout_s` seconds.
+        """Send `order` to the process and return its reply. Raises EngineWorkerDied if the process ends, or if it does
+        not reply within `timeout_s` seconds, after which it is killed.
         """
         self._send(order.encode())
         return self.receive(timeout_s)
@@ -119,7 +119,7 @@ class EngineWorkerProcess:
         return Reply.decode(packet)
 
     def end(self) -> None:
-        """Kill the process, and wait until it is gone."""
+        """Kill the process and wait until it has ended."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -147,9 +147,9 @@ class EngineWorkerProcess:
 
 
 class RemoteExecutor:
-    """A `Compute` whose steps run in a worker process, which is replaced when it dies. `pool_memory` has the pool's
-    planes. Logits stay valid until the step after the next. `on_notice` is told when a worker starts, is ready or has
-    died.
+    """A `Compute` whose steps run in a worker process, which is replaced when it dies. The K/V of `pool` is in
+    `pool_memory`, which both processes map, so no K/V is lost with a worker. Logits stay valid until the step after the
+    next. `on_notice` is called when a worker starts, is ready or has died.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class RemoteExecutor:
         patience: StepPatience | None = None,
         on_notice: Callable[[EngineWorkerNotice], None] | None = None,
     ) -> None:
-        """Start the worker and wait until it has the model, from the open file that is watched. Raises UsageError and
-        OperationError as loading a model does; FileChanged, here and later, instead of using a worker with other
-        weights.
+        """Start the worker and wait until it has loaded the model from the open file that `watch` watches. `patience`
+        gives the time limits of steps. Raises UsageError and OperationError if the model cannot be loaded. Raises
+        FileChanged, here and at each later start of a worker, if the file has changed.
         """
         self.pool, self.threads = pool, sizes.threads
         self.limits = sizes.limits(config.vocabulary, pool)
@@ -199,10 +199,10 @@ class RemoteExecutor:
         return self._living().fileno()
 
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
-        """Compute one step, as `Executor.forward` does.
+        """Compute one step of `slices` in the worker and return its logits, float32 [rows, vocabulary].
 
-        Raises ValueError for a step that breaks a limit; StepFailed if it kills one worker after another, or ggml
-        reports failure; OperationError if no worker can be started any more.
+        Raises ValueError for a step that exceeds a limit. Raises StepFailed if the step kills one worker after another
+        or ggml reports a failure, and OperationError if no worker can be started any more.
         """
         self._mailbox.write(slices)
         for _ in range(_ATTEMPTS):
@@ -215,11 +215,13 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute one step of `slices` as `StepExecutor.step` does. Raises the errors of `forward`."""
+        """Compute one step of `slices` in the worker and return its logits, which are in host memory. `whole` is
+        ignored. Raises the errors of `forward`.
+        """
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
-        """Start another worker in place of one that died between two steps."""
+        """Start another worker process in place of one that died between two steps."""
         worker = self._living()
         try:
             worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
@@ -229,7 +231,7 @@ class RemoteExecutor:
         self._start()
 
     def close(self) -> None:
-        """End the worker process. The pool and its memory stay."""
+        """End the worker process. The K/V pool and its memory stay."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None

@@ -26,16 +26,17 @@ HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
 
 
 def header_room(capacity_bytes: int) -> int:
-    """Return the most bytes of DRAM that header pages (4096 bytes for each slot) of a GPU tier of `capacity_bytes` may
-    take. That is enough for slots of 512 KiB and more; a small tier may have slots of any size.
+    """Return the most bytes of DRAM that the header pages of a GPU tier of `capacity_bytes` may take (each slot has
+    one, of 4096 bytes). That is enough for slots of 512 KiB and more; a small tier may have slots of any size.
     """
     return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
 
 
 class Chunks(Containers[Arena]):
-    """The list of a GPU tier's chunks (pieces of device memory, each cut into slots of one size for one owner), which
-    hands out their slots. `device` is the identity of the device. `make` is called with each new chunk, `drop` with the
-    number of one to free; `witness` is told of each chunk's shadow (an arena in DRAM that keeps the blocks' headers).
+    """The list of a GPU tier's chunks, which hands out their slots. A chunk is a piece of device memory that is cut
+    into slots of one size for one owner; its shadow is an arena in DRAM with the headers of its blocks. `device` is the
+    identity of the device. `make` is called with each new chunk, `drop` with the number of a chunk to free. `witness`
+    is notified of changes to the shadows.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Chunks(Containers[Arena]):
 
     @property
     def headers_bytes(self) -> int:
-        """The bytes of DRAM that the header pages of all slots take once each slot was used."""
+        """The bytes of DRAM that the header pages of this tier's slots take once every slot was used."""
         return sum(map(_headers_of, self))
 
     def allocate(self, nbytes: int, owner: str) -> Slot | None:
@@ -65,17 +66,17 @@ class Chunks(Containers[Arena]):
             self._discard(chunk)
 
     def of(self, slot: Slot) -> Arena:
-        """Return the shadow arena of the chunk that `slot` lies in. Raises RuntimeError if the slot is not
-        allocated.
+        """Return the shadow (the arena in DRAM with the block headers) of the chunk that contains `slot`. Raises
+        RuntimeError if the slot is not allocated.
         """
         chunk = super().of(slot)
         chunk.require_out(slot)
         return chunk
 
     def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
-        """Take over a chunk that a process left when it ended: `record` describes it, and the blocks in the arena
-        `shadow` (a descriptor that stays the caller's) become slots in use. Return None if the capacity has no room.
-        Raises ForeignMemory or OSError.
+        """Take over a chunk of device memory that a process left when it ended: `record` describes it. The blocks whose
+        headers are in the arena behind the descriptor `shadow`, which the caller closes, become slots in use. Return
+        None if the capacity has no room. Raises ForeignMemory or OSError.
         """
         if record.device != self._device:
             raise ForeignMemory("it is memory of another device")
@@ -96,19 +97,19 @@ class Chunks(Containers[Arena]):
         return found
 
     def abandon(self, number: int) -> None:
-        """Forget chunk `number`, which was adopted and has no slot in use."""
+        """Forget the chunk `number`, which was taken over from another process and has no slot in use."""
         self._discard(self[number])
 
     def leave(self) -> None:
-        """Close this process's descriptors of the shadow arenas, and leave their memory to the other processes that
-        have it.
+        """Close this process's descriptors of the shadows (arenas in DRAM with block headers), and leave their memory
+        to the other processes that have it open.
         """
         for chunk in self:
             chunk.leave()
 
     def refuse(self, number: int) -> None:
-        """Note that the device has no memory for chunk `number`: none of its slots is handed out any more, and the
-        chunk is forgotten once it is empty.
+        """Note that the device has no memory for the chunk `number`. None of its slots is handed out any more, and the
+        chunk is forgotten once no slot of it is in use.
         """
         chunk = self.get(number)
         if chunk is not None:

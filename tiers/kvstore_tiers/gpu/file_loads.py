@@ -47,9 +47,9 @@ class _Load:
 
 
 class FileLoads:
-    """The loads of blocks from another tier's files into a GPU tier's slots, which the worker process behind `link`
-    reads. `way` is AUTO, DIRECT (only direct storage) or BOUNCE (through host memory). Raises OSError if DIRECT is
-    demanded and missing.
+    """The loads of blocks from another tier's files into a GPU tier's slots; the worker process behind `link` does
+    them. `way` is AUTO, DIRECT (only direct storage) or BOUNCE (through host memory). Raises OSError if DIRECT is
+    demanded and not available.
     """
 
     def __init__(self, link: GpuWorkerLink, steps: TransferThreads, counters: TransferCounters, way: str) -> None:
@@ -71,7 +71,9 @@ class FileLoads:
 
     @property
     def sentence(self) -> str:
-        """A sentence for the operator that says in which way files are read."""
+        """A sentence for the operator that says whether files are read directly to the device or through host
+        memory.
+        """
         if self.is_direct:
             return "reads NVMe by direct storage"
         why = "" if self._way == BOUNCE else f": {self._why_bounced}"
@@ -87,8 +89,8 @@ class FileLoads:
         return "" if link.can_check else f"the device cannot verify what arrives ({link.cannot_check or 'not wanted'})"
 
     def load(self, slot: Slot, shadow: Segment, expect_key: bytes, image: FileImage, done: Completion) -> None:
-        """Read the block `expect_key` from the file `image` into `slot`, as `Tier.loader` describes. `shadow` is the
-        slot's header page in DRAM. `done` gets the outcome.
+        """Read the block with the key `expect_key` from the file `image` into `slot`, as `Tier.loader` describes.
+        `shadow` is the slot's header page in DRAM. `done` gets the outcome.
         """
         erase_header(shadow)  # until the block was verified
         counted = self._steps.expect(self._counters.wrote, done)

@@ -37,8 +37,8 @@ _DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
 
 
 class DirectStorageFailed(OSError):
-    """An error: the library for direct storage is missing or cannot do what was asked. The message says what to do; it
-    has no errno.
+    """An error: the library for direct storage (reads from files straight to the device) is missing or cannot do what
+    was asked. The message says what to do. It has no errno.
     """
 
 
@@ -52,8 +52,8 @@ class _DeviceBytes:
 
 
 class DirectStorage:
-    """Reads from files to device memory past host memory, by GPUDirect Storage. The thread that makes it must have the
-    device's context. Raises DirectStorageFailed if the machine cannot do this.
+    """A reader of files to device memory without a copy in host memory, by GPUDirect Storage. The thread that makes it
+    must have the device's context. Raises DirectStorageFailed if the machine cannot do this.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class DirectStorage:
 
     def read(self, descriptor: int, offset: int, address: int, nbytes: int) -> int:
         """Read `nbytes` bytes at `offset` of the file `descriptor` to the device `address`, and return how many bytes
-        came. All three are whole pages. Any thread with the device's context may call it. Raises DirectStorageFailed,
-        when nothing of the read is under way any more.
+        were read. Offset, address and size are whole pages. Any thread with the device's context may call it. Raises
+        DirectStorageFailed; then nothing of the read is under way any more.
         """
         try:
             file = self._file(descriptor)  # another thread may forget it meanwhile
@@ -121,9 +121,9 @@ Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """An order to read a slot image from a file at `offset`: the header page goes to `host`, the payload to the address
-    `device`. Unless `is_direct`, the payload passes through the rest of `host`, which is at `host_address`. `transfer`
-    is the order's number.
+    """An order to the GPU worker to read a slot image from a file at `offset`: the header page goes to the host memory
+    `host`, the payload to the device address `device`. Unless `is_direct`, the payload passes through the rest of
+    `host`, which is at `host_address`. `transfer` is the order's number.
     """
 
     transfer: int
@@ -137,8 +137,8 @@ class FileRead:
 
 
 class FileReads:
-    """The threads of a GPU worker that read slot images from files. `direct` is None if there is no direct storage.
-    `ended(transfer, error)` is called once for each read, on another thread.
+    """A runner of the reads of slot images from files in a GPU worker, with threads of its own. `direct` is None if
+    there is no direct storage. `ended(transfer, error)` is called once for each read, on one of these threads.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
@@ -151,7 +151,9 @@ class FileReads:
         self._threads: list[Thread] = []
 
     def start(self, read: FileRead) -> None:
-        """Begin `read` and return at once. The descriptor in it is closed when the read ends."""
+        """Begin the read that `read` describes, and return at once. The descriptor in it is closed when the read
+        ends.
+        """
         if not self._threads:
             self._threads = [Thread(target=self._serve, name=f"gpu-file-{at}", daemon=True) for at in range(READERS)]
             for thread in self._threads:

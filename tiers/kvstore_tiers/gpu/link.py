@@ -29,8 +29,8 @@ Done = Callable[[wire.End], None]
 
 @dataclass
 class WorkerTransfer:
-    """A transfer that the GPU worker process was asked for. With `waits`, it waits for the next worker if there is none
-    now. `patience_s` is the number of seconds after which the worker counts as hanging.
+    """A transfer that the GPU tier has ordered from its worker process. With `waits`, it waits for the next worker if
+    there is none. After `patience_s` seconds without an end the worker counts as hanging.
     """
 
     ended: Done
@@ -41,7 +41,7 @@ class WorkerTransfer:
 
 
 class Pending:
-    """The transfers that the GPU worker has not ended. Any thread may use it."""
+    """The list of the transfers that the GPU worker process has not ended. Any thread may use it."""
 
     def __init__(self) -> None:
         self._transfers: dict[int, WorkerTransfer] = {}
@@ -49,9 +49,9 @@ class Pending:
         self._lock = threading.Lock()
 
     def begin(self, ended: Done, patience_s: float, *, waits: bool, may: Callable[[], bool]) -> int | None:
-        """Add a transfer and return its number. `may` is called under the lock; if it returns False, nothing is added
-        and None is returned. `ended` is called once with the transfer's end. The other parameters are explained at
-        `WorkerTransfer`.
+        """Add a transfer to the list and return its number. `may` is called under the lock; if it returns False,
+        nothing is added and None is returned. `ended` is called once with the transfer's end. `patience_s` and `waits`
+        are explained at `WorkerTransfer`.
         """
         with self._lock:
             if not may():
@@ -61,8 +61,8 @@ class Pending:
             return self._last
 
     def send(self, number: int) -> bool:
-        """Mark transfer `number` as sent to a worker, which must now end it. Return False if the transfer has failed
-        meanwhile, so that it must not be sent.
+        """Mark transfer `number` as sent to the worker process, which must now end it. Return False if the transfer has
+        failed meanwhile, so that it must not be sent.
         """
         with self._lock:
             transfer = self._transfers.get(number)
@@ -87,8 +87,8 @@ class Pending:
             transfer.ended(end)
 
     def fail(self, concerns: Callable[[WorkerTransfer], bool], end_of: Callable[[WorkerTransfer], wire.End]) -> int:
-        """End all transfers for which `concerns` returns True, each with what `end_of` returns for it. Return how many
-        there were.
+        """End all transfers for which `concerns` returns True, each with the result of `end_of(transfer)`. Return the
+        number of ended transfers.
         """
         with self._lock:
             numbers = [number for number, each in self._transfers.items() if concerns(each)]
@@ -98,8 +98,9 @@ class Pending:
         return len(failed)
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return True if a worker that was ready at `ready_s` has not ended a transfer within the transfer's patience.
-        Times are monotonic seconds.
+        """Return True if a transfer was not ended in the time that it has, its `patience_s`, counted from its start or
+        from `ready_s`, when the worker became ready, whichever is later. `now_s` is the present time; both are
+        monotonic seconds.
         """
         with self._lock:
             sent = [each for each in self._transfers.values() if each.is_sent]
@@ -124,9 +125,9 @@ class _Chunk:
 
 class GpuWorkerLink:
     """The connection of a GPU tier to its worker process, which holds the CUDA context of `device` and does the copies.
-    A worker that dies is replaced. `refused(chunk, why)` is called for a chunk that could not be made; `follower` is
-    told of chunks, `regions` of host memory that the worker registered. `can_check` tells if the worker can compute
-    checksums. Raises OSError with the reason if no worker starts.
+    A worker that dies is replaced. `refused(chunk, why)` is called for a chunk (a piece of device memory) that could
+    not be made. `follower` is notified of chunks, `regions` of host memory that the worker has registered. `can_check`
+    is true if the worker can compute checksums. Raises OSError with the reason if no worker starts.
     """
 
     def __init__(
@@ -158,16 +159,16 @@ class GpuWorkerLink:
             raise OSError(why)
 
     def add_region(self, number: int, region: wire.MemoryRegion) -> None:
-        """Tell the worker of host memory, under `number`, that transfers may name. The caller keeps the descriptor in
-        `region` open until `drop_region` has ended.
+        """Give the worker host memory that transfers may then name by `number`. The caller keeps the descriptor in
+        `region` open until `drop_region` has called `ended`.
         """
         with self._lock:
             self._regions[number] = region
             self._outbox.put(wire.pack_region(number, region), region.descriptor)
 
     def drop_region(self, number: int, ended: Callable[[], None]) -> None:
-        """Take host memory `number` away from the worker. `ended` is called when no worker has it mapped, perhaps on
-        the caller's thread.
+        """Take the host memory `number` away from the worker. `ended` is called, perhaps on the caller's thread, when
+        no worker has that memory mapped.
         """
         with self._lock:
             del self._regions[number]
@@ -179,23 +180,23 @@ class GpuWorkerLink:
             ended()
 
     def add_chunk(self, number: int, nbytes: int) -> None:
-        """Let the worker make a chunk of `nbytes` of device memory under `number`. Transfers may name it at once; they
-        fail if it cannot be made.
+        """Let the worker make the chunk `number`, a piece of `nbytes` bytes of device memory. Transfers may name it at
+        once; they fail if it cannot be made.
         """
         with self._lock:
             self._chunks[number] = _Chunk(nbytes)
         self._outbox.put(wire.pack(wire.CREATE, number, nbytes))
 
     def import_chunk(self, number: int, nbytes: int, descriptor: int, to_send: int) -> None:
-        """Let the worker map a chunk of device memory that exists already. `descriptor` and `to_send` refer to it; the
-        link closes both.
+        """Let the worker map an existing piece of device memory of `nbytes` bytes as the chunk `number`. `descriptor`
+        and `to_send` both refer to that memory; the link closes them.
         """
         with self._lock:
             self._chunks[number] = _Chunk(nbytes, descriptor)
         self._outbox.put(wire.pack(wire.IMPORT, number, nbytes), to_send)
 
     def drop_chunk(self, number: int) -> None:
-        """Free the device memory of chunk `number`, to which no transfer writes any more."""
+        """Let the worker free the device memory of the chunk `number`. No transfer may write to it any more."""
         with self._lock:
             chunk = self._chunks.pop(number)
             if chunk.descriptor >= 0:
@@ -203,8 +204,8 @@ class GpuWorkerLink:
         self._outbox.put(wire.pack(wire.DROP, number))
 
     def descriptor_of(self, number: int) -> int:
-        """Return a new descriptor of the memory of chunk `number`, which the caller closes; -1 if the worker has not
-        made the chunk.
+        """Return a new descriptor of the device memory of the chunk `number`, which the caller closes; -1 if the worker
+        has not made the chunk.
         """
         with self._lock:
             chunk = self._chunks.get(number)
@@ -229,15 +230,15 @@ class GpuWorkerLink:
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
 
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
-        """Let the worker read a slot image from the file `descriptor`, which the link closes. `ended` is called once.
-        The load fails if no worker is ready.
+        """Let the worker read a slot image from the file `descriptor`, which the link closes, to the places in `load`.
+        `ended` is called once. The load fails at once if no worker is ready.
         """
         self._begin(lambda number: wire.pack_load(number, load), ended, waits=False, descriptor=descriptor)
 
     def checksums(self, places: Sequence[tuple[int, int, int]], summed: Done, *, waits: bool = True) -> None:
-        """Let the worker compute the xxh3_64 of `places` in device memory, each a chunk number, an offset (a multiple
-        of 16) and a number of bytes. At most wire.MAX_CHECKED places may be given. `summed` gets the end with the
-        checksums in it.
+        """Let the worker compute the xxh3_64 checksums of `places` in device memory. A place is a chunk number, an
+        offset (a multiple of 16) and a number of bytes; at most wire.MAX_CHECKED may be given. `summed` gets the end,
+        which contains the checksums. With `waits` False it fails at once if no worker is ready.
         """
         pieces = [wire.RegionPiece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
         self._begin(lambda number: wire.pack_transfer(wire.CHECK, number, pieces), summed, waits=waits)
@@ -293,8 +294,8 @@ class GpuWorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return True if the worker, ready since `ready_s`, has not answered or not read its socket for too long. Times
-        are monotonic seconds.
+        """Return True if the worker has taken too long to end a transfer, to give up host memory or to read its socket.
+        `ready_s` is the time at which the worker became ready, `now_s` the present time; both are monotonic seconds.
         """
         patience_s = self._settings.patience_s
         with self._lock:

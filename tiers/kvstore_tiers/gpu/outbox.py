@@ -23,8 +23,8 @@ from kvstore_tiers.gpu import wire
 
 
 class Outgoing(NamedTuple):
-    """A packet to the GPU worker, with a descriptor to pass (-1: none) and the number of the transfer that it begins
-    (-1: none).
+    """A packet for the GPU worker process, with a descriptor to pass (-1: none) and the number of the transfer that the
+    packet orders (-1: none).
     """
 
     packet: bytes
@@ -38,9 +38,9 @@ _NOTHING = Outgoing(b"")  # wakes the thread
 
 
 class Outbox:
-    """A queue of packets to the GPU worker process, sent by a thread of its own, so that no caller waits for the
-    worker. `is_wanted(packet)` is asked right before a packet is sent; `unsent(packet)` is called when sending failed.
-    Packets wait until a worker is there.
+    """A queue of packets to the GPU worker process. A thread of its own sends them, so that no caller waits for the
+    worker. `is_wanted(packet)` is called right before a packet is sent; `unsent(packet)` is called when sending failed.
+    Packets wait until a worker is connected.
     """
 
     def __init__(self, is_wanted: Callable[[Outgoing], bool], unsent: Callable[[Outgoing], None]) -> None:
@@ -62,8 +62,8 @@ class Outbox:
         return self._has_socket.is_set()
 
     def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:
-        """Return True if sending one packet has taken more than `patience_s` seconds, so that the worker does not read.
-        `ready_s` is when the worker became ready.
+        """Return True if sending one packet has taken more than `patience_s` seconds, which means that the worker does
+        not read. `ready_s` is the time at which the worker became ready. Times are monotonic seconds.
         """
         since_s = self._sends_since_s
         return since_s is not None and now_s - max(since_s, ready_s) > patience_s
@@ -72,7 +72,9 @@ class Outbox:
         self._queue.put(Outgoing(packet, descriptor, transfer))
 
     def open(self, sock: socket.socket, greetings: Iterable[Greeting]) -> None:
-        """Send to a new worker over `sock` from now on: first the packets that `greetings` make, then the queue."""
+        """Send packets to a new worker over `sock` from now on: first the packets that `greetings` make, then the
+        packets of the queue.
+        """
         with self._wire:
             self._greetings = deque(greetings)
             self._socket = sock
@@ -80,7 +82,7 @@ class Outbox:
         self._queue.put(_NOTHING)
 
     def shut(self, sock: socket.socket) -> None:
-        """Close `sock`, whose worker gets no more packets. Packets wait for the next worker."""
+        """Close the socket `sock` to a worker, which gets no more packets. Further packets wait for the next worker."""
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # a send that waits for the worker ends
         with self._wire:
@@ -91,7 +93,9 @@ class Outbox:
             sock.close()
 
     def close(self) -> None:
-        """Stop sending, and shut the socket for both sides. The call returns at once; `join` waits for the thread."""
+        """Stop sending, and shut the socket in both directions. The call returns at once; `join` waits for the
+        thread.
+        """
         self._is_closing = True
         self._has_socket.set()
         self._queue.put(None)

@@ -32,8 +32,8 @@ class _Usable(NamedTuple):
 
 
 class Regions:
-    """The table of host memory (regions) that the GPU worker has registered, so that the device can copy from and to it
-    directly. `name` is the tier's name in the log. Any thread may use it.
+    """The table of the host memory (in numbered regions) that the GPU worker has registered with the device, so that
+    the device can copy directly from and to it. `name` is the tier's name in the log. Any thread may use it.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,8 +54,8 @@ class Regions:
             self._usable = [each for each in self._usable if each.number != number]
 
     def registered(self, number: int, is_writable: bool) -> None:
-        """Note that the worker has registered region `number`. Unless `is_writable`, the device may only read
-        from it.
+        """Note that the worker has registered the region `number` of host memory with the device. Unless `is_writable`,
+        the device may only read from it.
         """
         with self._lock:
             if number in self._known:
@@ -64,8 +64,8 @@ class Regions:
                 self._usable = usable
 
     def refused(self, why: str) -> None:
-        """Note that a region could not be registered for the reason `why`, so that its bytes go through the bounce
-        buffer (host memory that the worker always has).
+        """Note that a region of host memory could not be registered with the device for the reason `why`. Its bytes
+        then go through the bounce buffer (host memory that the worker always has).
         """
         if not self._was_refused:
             _LOG.warning("%s copies host memory through its bounce buffer: %s", self._name, why)
@@ -81,8 +81,9 @@ class Regions:
         return sum(each.nbytes for each in self._usable)
 
     def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[RegionPart] | None:
-        """Return the place of each of `segments` as region number, offset and bytes. Return None if a part lies in no
-        registered region, or, for `to_write`, in one that the device may not write.
+        """Return the place of each of `segments` in registered host memory: the region's number, an offset and a number
+        of bytes. Return None if a part of them is in no registered region. With `to_write`, regions that the device may
+        only read do not count.
         """
         regions = self._usable
         places: list[RegionPart] = []

@@ -32,8 +32,8 @@ Settled = Callable[[DriverError | None], None]  # with what went wrong
 
 
 class Events:
-    """A thread that waits until work on the device's streams has ended. `settled` functions are called on it, or on the
-    caller's thread if queueing failed.
+    """A thread that waits until work on the device's streams has ended, and then calls a function `settled`. If the
+    work could not be queued, the caller's thread calls it.
     """
 
     def __init__(self, driver: CudaDevice) -> None:
@@ -45,13 +45,13 @@ class Events:
         self._waiter.start()
 
     def stream(self) -> Any:
-        """Return a new CUDA stream, which `settle` will wait for."""
+        """Return a new CUDA stream of the device, which `settle` will wait for."""
         self._streams.append(self._driver.stream())
         return self._streams[-1]
 
     def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
-        """Call `work`, which queues operations on `stream`. `settled` is called once when they have ended, with None or
-        the driver's error.
+        """Call `work`, which queues operations on `stream`. When the operations have ended, `settled` is called once,
+        with None or the driver's error.
         """
         try:
             work()
@@ -99,8 +99,8 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
 class StreamCopies:
-    """Copies between host and device memory, queued on one stream for each direction. `ended(transfer, error)` is
-    called for each transfer when its copies have ended.
+    """A maker of copies between host and device memory, which are queued on one stream for each direction.
+    `ended(transfer, error)` is called for each transfer when its copies have ended.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
@@ -110,8 +110,9 @@ class StreamCopies:
         self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
 
     def start(self, transfers: Sequence[int], groups: Iterable[Sequence[CopyRun]], way: Way) -> None:
-        """Queue the copies of several `transfers` in the direction `way` as one batch. The runs of each of `groups` lie
-        in one registration of host memory or between two chunks, so that neighbours may be merged.
+        """Queue the copies of several `transfers` in the direction `way` as one batch. Neighbouring copies in one of
+        `groups` may be merged, because all copies of a group are within one registration of host memory, or between two
+        chunks.
         """
         stream = self._streams[way]
         runs = Runs.joined([Runs.of(group).merged() for group in groups])
@@ -136,14 +137,16 @@ Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, i
 
 
 class ChecksumArgument(ctypes.Structure):
-    """The argument of the checksum kernel: the device address of `count` records of address, bytes and checksum."""
+    """The argument structure of the CUDA kernel for checksums: the device address of `count` records, each with an
+    address, a number of bytes and a checksum.
+    """
 
     _fields_ = (("ranges", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class Sheet:
-    """A table in host memory for one launch of the checksum kernel: the ranges to sum, and their checksums
-    afterwards.
+    """A table in host memory for one launch of the checksum kernel: the ranges of device memory to sum and, afterwards,
+    their checksums.
     """
 
     def __init__(self, driver: CudaDevice) -> None:
@@ -162,8 +165,8 @@ class Sheet:
 
 
 class Checksums:
-    """Checksums of ranges of device memory, computed by a kernel. `summed(transfer, sums, error)` is called when a
-    transfer's are done. Raises CompileError if the kernel cannot be compiled, and DriverError.
+    """A calculator of checksums of ranges of device memory, by a CUDA kernel. `summed(transfer, sums, error)` is called
+    when the checksums of a transfer are ready. Raises CompileError if the kernel cannot be compiled, and DriverError.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, summed: Summed) -> None:
@@ -175,8 +178,8 @@ class Checksums:
         self._spare: SimpleQueue[Sheet] = SimpleQueue()
 
     def start(self, batch: Sequence[tuple[int, Sequence[Range]]]) -> None:
-        """Queue the checksums of several transfers, pairs of number and ranges, as one launch. They have at most
-        MOST_RANGES ranges together.
+        """Queue the checksums of several transfers as one launch. `batch` has pairs of a transfer's number and its
+        ranges, at most MOST_RANGES ranges in all.
         """
         try:
             sheet = Sheet(self._driver) if self._spare.empty() else self._spare.get()

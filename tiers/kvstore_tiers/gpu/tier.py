@@ -65,10 +65,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class GpuTier(ContainerTier):
-    """A tier that keeps blocks in `capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a
-    multiple of 2 MiB. A worker process does the copies; the constructor waits for it. `bounce_bytes` of host memory
-    serve copies that cannot be made directly. Chunk numbers begin at `first_number`. With a `witness`, the blocks stay
-    on the device after `close`. Raises OSError with the reason if the worker does not start.
+    """A tier that keeps blocks in `capacity_bytes` bytes of the memory of CUDA device `device`, in chunks of
+    `chunk_bytes` bytes, a multiple of 2 MiB. A worker process does the copies; the constructor waits until it is ready.
+    `bounce_bytes` of host memory serve copies that cannot be made directly. Chunk numbers begin at `first_number`. With
+    a `witness`, a listener that records the chunks for a later process, the blocks stay on the device after `close`.
+    Raises OSError with the reason if the worker does not start.
     """
 
     def __init__(
@@ -170,8 +171,8 @@ class GpuTier(ContainerTier):
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy the block `expect_key` from `source` to `target` on the device if it can verify the copy; otherwise by
-        way of host memory.
+        """Copy the block with the key `expect_key` from the slot `source` to the slot `target`. It is copied on the
+        device if the device can verify the copy, otherwise through host memory.
         """
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
@@ -184,8 +185,8 @@ class GpuTier(ContainerTier):
         return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Check that `slot` still holds the block `expect_key` as it was written. `done` gets DONE, CORRUPT, or FAILED
-        if that cannot be known. If the slot is freed meanwhile, the answer has no meaning.
+        """Check that `slot` still contains the block with the key `expect_key` as it was written. `done` gets DONE,
+        CORRUPT, or FAILED if that cannot be known. If the slot is freed meanwhile, the answer has no meaning.
         """
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
@@ -201,10 +202,10 @@ class GpuTier(ContainerTier):
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
 
     def adopt(self, record: ArenaRecord, shadow: int, memory: int) -> AdoptedArena | None:
-        """Take over a chunk of a process that has ended. `shadow` and `memory` are descriptors of its header pages in
-        DRAM and of its device memory; the caller closes both. Return None if the capacity has no room. Blocks whose
-        header on the device differs from the shadow's are dropped and counted as damaged. It waits for the device.
-        Raises ForeignMemory or OSError.
+        """Take over a chunk (a piece of device memory) of a process that has ended; `record` describes it. `shadow` and
+        `memory` are descriptors of its header pages in DRAM and of its device memory; the caller closes both. Return
+        None if the capacity has no room. Blocks whose header on the device differs from the header in DRAM are dropped
+        and counted as damaged. It waits for the device. Raises ForeignMemory or OSError.
         """
         with contextlib.ExitStack() as undo:
             copies = []
@@ -239,23 +240,26 @@ class GpuTier(ContainerTier):
         )
 
     def retire(self, slot: Slot) -> None:
-        """Mark the block in `slot` as gone. Its bytes stay until `free`, and no later process takes it for a block."""
+        """Mark the block in `slot` as gone. Its bytes stay until `free`, but no later process takes it for a block."""
         self._chunks.of(slot).retire(slot)
 
     def shadow_of(self, number: int) -> Arena | None:
-        """Return the arena in DRAM that has the headers of the blocks in chunk `number`; None if there is no such
-        chunk.
+        """Return the arena in DRAM with the headers of the blocks in chunk `number` (a piece of device memory); None if
+        there is no such chunk.
         """
         return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
-        """Return the owner of the blocks in chunk `number`; None if there is no such chunk."""
+        """Return the owner of the blocks in chunk `number` (a piece of device memory); None if there is no such
+        chunk.
+        """
         chunk = self._chunks.get(number)
         return chunk.owner if chunk is not None else None
 
     def export(self, number: int) -> tuple[int, int]:
-        """Return a new descriptor of the device memory of chunk `number`, which the caller closes, and its bytes.
-        Another process can import it to read, and could also write. Raises OSError if the memory does not exist now.
+        """Return a new descriptor of the device memory of chunk `number`, which the caller closes, and the number of
+        its bytes. Another process can import that memory to read it; nothing keeps it from writing. Raises OSError if
+        the memory does not exist now.
         """
         descriptor = self._link.descriptor_of(number)
         if descriptor < 0:

@@ -29,8 +29,8 @@ from kvstore_tiers.threads import ResidentThreads, UnderWay
 
 
 class Bounce:
-    """The bounce buffer: `nbytes` of host memory that this process and the GPU worker both map. Copies from and to
-    memory that the worker does not know pass through it.
+    """The bounce buffer of a GPU tier: `nbytes` bytes of host memory that this process and the GPU worker both map.
+    Copies from and to memory that the worker does not know pass through it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -43,15 +43,15 @@ class Bounce:
         self._parts = RangeAllocator(0, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """Wait for a free range of `nbytes` in the buffer, and return its offset in bytes. Raises ValueError if the
-        buffer is smaller, OSError once it is closed.
+        """Wait for a free range of `nbytes` bytes in the buffer, and return its offset. Raises ValueError if the buffer
+        is smaller, OSError once it is closed.
         """
         if aligned_up(nbytes) > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit a bounce buffer of {self.nbytes}")
         return self._parts.take(nbytes)[0]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free the range of `nbytes` at `offset`, which `take` returned."""
+        """Free the range of `nbytes` bytes at `offset`, which `take` returned."""
         self._parts.give_back((offset, aligned_up(nbytes)))
 
     def close(self) -> None:
@@ -91,9 +91,9 @@ def check(
     link: GpuWorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
     *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
 ) -> None:  # fmt: skip
-    """Let the device compute the checksums of header page and payload in `slot` and compare them with `written`.
-    `pages` gives further slots whose header pages must have the given checksums. `checked` gets DONE, CORRUPT or
-    FAILED, and must be quick. `waits` is explained at `GpuWorkerLink.transfer`.
+    """Let the device compute the checksums of the header page and the payload in `slot`, and compare them with
+    `written`. `pages` are further slots, each with the checksum that its header page must have. `checked` gets DONE,
+    CORRUPT or FAILED, and must return quickly. `waits` is explained at `GpuWorkerLink.transfer`.
     """
 
     def summed(end: wire.End) -> None:
@@ -116,8 +116,8 @@ def check(
 
 
 def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Outcome:
-    """Return the outcome for a block that arrived wrong in `slot`: CORRUPT if the source bytes `payload` are wrong
-    themselves, FAILED if they were changed on the way.
+    """Return the outcome for a block that arrived wrong in `slot`: CORRUPT if the source bytes `payload` do not match
+    `written` themselves, FAILED if they were changed on the way.
     """
     if checksum_of(payload, written.payload_bytes) != written.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
@@ -127,8 +127,8 @@ def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Out
 
 
 class TransferThreads:
-    """The threads of a GPU tier's transfers and their bounce buffer of `bounce_bytes`. `threads` threads begin
-    transfers and as many end them; their names start with `name`.
+    """The threads of a GPU tier's transfers and their bounce buffer of `bounce_bytes` bytes. `threads` threads start
+    transfers, and as many others end them; their names start with `name`.
     """
 
     def __init__(self, bounce_bytes: int, threads: int, name: str) -> None:
@@ -138,23 +138,27 @@ class TransferThreads:
         self._under_way = UnderWay()
 
     def expect(self, counted: Callable[[Outcome], Outcome], done: Completion) -> Completion:
-        """Count one transfer, and return the function that it must call at its end instead of `done`. `done` then gets
-        the result of `counted(outcome)`.
+        """Count one transfer as under way, and return the function that the transfer must call at its end in place of
+        `done`. `done` then gets the result of `counted(outcome)`.
         """
         return self._under_way.begin(lambda outcome: done(counted(outcome)))
 
     def begin(self, job: Callable[[], None], end: Completion) -> None:
-        """Run `job` on a thread that begins transfers. The job arranges the transfer's end; if it raises, `end` gets
-        FAILED.
+        """Run `job`, which starts a transfer, on one of the threads for starts. The job makes sure that the transfer
+        ends; if it raises, `end` gets FAILED.
         """
         self._beginnings.begin(job, end)
 
     def finish(self, job: Callable[[], None]) -> bool:
-        """Run `job`, which must not raise, on a thread that ends transfers. Return False after `close`."""
+        """Run `job`, which must not raise, on one of the threads for ends. Return False, without running it, after
+        `close`.
+        """
         return self._ends.post(job)
 
     def close(self) -> None:
-        """Wait for the transfers under way, then end the threads. The bounce buffer stays open."""
+        """Wait for the transfers under way, then end the threads. The bounce buffer (host memory for copies) stays
+        open.
+        """
         self._beginnings.close()
         self._under_way.wait()
         self._ends.close()

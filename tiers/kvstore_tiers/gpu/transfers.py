@@ -39,8 +39,8 @@ from kvstore_tiers.threads import run_transfer
 
 
 class GpuTransfers:
-    """The writes, reads and checks of a GPU tier's slots, done by the worker behind `link` and counted in `counters`.
-    `regions` knows the host memory that the device can copy directly.
+    """A maker of the writes, reads and checks of a GPU tier's slots. The worker behind `link` does them, and `counters`
+    counts them. `regions` lists the host memory that the device can copy directly.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class GpuTransfers:
     def relocate(
         self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
     ) -> None:
-        """Copy the block `expect_key` on the device from `source` to `target`, as `Tier.relocate` describes.
-        `source_shadow` and `shadow` are the slots' header pages in DRAM.
+        """Copy the block with the key `expect_key` on the device from the slot `source` to the slot `target`, as
+        `Tier.relocate` describes. `source_shadow` and `shadow` are the two slots' header pages in DRAM.
         """
         erase_header(shadow)  # until the block was verified
         end = self._steps.expect(self._counters.wrote, done)
@@ -197,9 +197,9 @@ class GpuTransfers:
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
-        """Check that `slot` still holds the block `expect_key`; `shadow` is its header page in DRAM. `done` gets DONE,
-        CORRUPT, or FAILED if that cannot be known. If the device cannot compute checksums, the block is read, which
-        counts as a read.
+        """Check that `slot` still contains the block with the key `expect_key`; `shadow` is the slot's header page in
+        DRAM. `done` gets DONE, CORRUPT, or FAILED if that cannot be known. If the device cannot compute checksums, the
+        block is read, which counts as a read.
         """
         found = block_in(slot, shadow, expect_key)
         if isinstance(found, Outcome):
@@ -215,8 +215,8 @@ class GpuTransfers:
     # For a start
 
     def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
-        """Read the header page at the front of each of `slots` from the device, and return their bytes. It waits, and
-        is meant for a start, when no other transfer is under way. Raises OSError.
+        """Read the header page at the beginning of each of `slots` from the device, and return their bytes. It waits
+        for the device, and is meant for the start of a tier, when no other transfer is under way. Raises OSError.
         """
         pages: list[bytes] = []
         batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)

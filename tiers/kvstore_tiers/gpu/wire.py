@@ -49,7 +49,7 @@ _REGION = struct.Struct("<3Q")
 
 
 class MemoryRegion(NamedTuple):
-    """A piece of host memory for the worker to map: `nbytes` bytes of the memfd `descriptor` from `offset` on. The
+    """A piece of host memory for the GPU worker to map: `nbytes` bytes of the memfd `descriptor` from `offset` on. The
     sender keeps the descriptor open.
     """
 
@@ -59,8 +59,8 @@ class MemoryRegion(NamedTuple):
 
 
 class RegionPiece(NamedTuple):
-    """Bytes to copy between a region (host memory) and a chunk (device memory): `nbytes` at an offset of each. For
-    checksums the region is unused.
+    """A copy of `nbytes` bytes between a region (host memory) and a chunk (device memory), with an offset in each. An
+    order for checksums uses only the chunk.
     """
 
     chunk: int
@@ -71,7 +71,7 @@ class RegionPiece(NamedTuple):
 
 
 class ChunkMove(NamedTuple):
-    """`nbytes` bytes to copy within device memory, from one chunk and offset to another. The two ranges must not
+    """A copy of `nbytes` bytes within device memory, from one chunk and offset to another. The two ranges must not
     overlap.
     """
 
@@ -83,8 +83,9 @@ class ChunkMove(NamedTuple):
 
 
 class FileLoad(NamedTuple):
-    """A slot image to read from a file at `offset`: its header page goes to a region (host memory), its payload to a
-    chunk (device memory). Unless `is_direct`, the payload passes through the region, behind the header page.
+    """An order to read a slot image from a file at `offset`: its header page goes to a region (host memory), its
+    payload to a chunk (device memory). Unless `is_direct`, the payload passes through the region, behind the header
+    page.
     """
 
     offset: int
@@ -97,9 +98,9 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a worker's transfer. An empty `failure` means success. `errno` is set if a file could not be read,
-    `sums` has checksums that were asked for. `is_down` means that no worker did it; `dead_worker` is the number of the
-    worker that died on it, or 0.
+    """The end of a transfer of the GPU worker. An empty `failure` means success. `errno` is set if a file could not be
+    read; `sums` has the checksums that were ordered. `is_down` means that no worker did the transfer; `dead_worker` is
+    the process number of the worker that died while it did it, or 0.
     """
 
     failure: str = ""
@@ -114,7 +115,7 @@ def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
 
 
 def unpack(packet: bytes) -> tuple[int, int, str]:
-    """Return the number, the number of bytes and the text of a packet that `pack` made."""
+    """Return the number, the number of bytes and the text in `packet`, which `pack` made."""
     number, nbytes = _NUMBERS.unpack_from(packet, 1)
     return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
 
@@ -124,16 +125,16 @@ def pack_region(number: int, region: MemoryRegion) -> bytes:
 
 
 def unpack_region(packet: bytes, descriptor: int) -> tuple[int, MemoryRegion]:
-    """Return the region's number and the region from a packet that `pack_region` made. `descriptor` came with the
-    packet.
+    """Return a region's number and the region from `packet`, which `pack_region` made. `descriptor` is the one that
+    came with the packet.
     """
     number, offset, nbytes = _REGION.unpack_from(packet, 1)
     return number, MemoryRegion(descriptor, offset, nbytes)
 
 
 def pack_transfer(letter: bytes, number: int, pieces: Sequence[RegionPiece] | Sequence[ChunkMove]) -> bytes:
-    """Return the packet that orders transfer `number` of the kind `letter`. Raises ValueError for more than MAX_PIECES
-    pieces, or MAX_CHECKED for checksums.
+    """Return the packet that orders the transfer `number` of the kind `letter`, such as WRITE, with the copies
+    `pieces`. Raises ValueError for more than MAX_PIECES pieces, or MAX_CHECKED pieces for checksums.
     """
     if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
@@ -146,7 +147,9 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[RegionPiece]]:
 
 
 def unpack_moves(packet: bytes) -> tuple[int, list[ChunkMove]]:
-    """Return the transfer's number and the moves of a packet that `pack_transfer` made with the letter MOVE."""
+    """Return the transfer's number and its copies within device memory from `packet`, which `pack_transfer` made with
+    the letter MOVE.
+    """
     number, rows = _unpack_rows(packet, len(ChunkMove._fields))
     return number, [ChunkMove(*row) for row in rows]
 
@@ -167,7 +170,7 @@ def unpack_load(packet: bytes) -> tuple[int, FileLoad]:
 
 
 def unpack_end(packet: bytes) -> tuple[int, End]:
-    """Return the transfer's number and its end from a packet ENDED, UNREAD or SUMS."""
+    """Return the transfer's number and its end from `packet`, which has the letter ENDED, UNREAD or SUMS."""
     letter = packet[:1]
     number, errno, text = unpack(packet)
     if letter == SUMS:

@@ -39,8 +39,9 @@ _GroupedRun = tuple[_Group, CopyRun]
 
 
 class GpuWorker:
-    """The worker process of a GPU tier: it holds the device's CUDA context and does the copies that the tier orders
-    over `sock`. With `checks` it loads the checksum kernel, with `direct` the library for direct storage.
+    """The worker process of a GPU tier, as an object: it holds the device's CUDA context and does the copies that the
+    tier orders over `sock`. With `checks` it loads the kernel for checksums, with `direct` the library for direct
+    storage.
     """
 
     def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
@@ -82,7 +83,7 @@ class GpuWorker:
         return packets
 
     def close(self) -> None:
-        """Wait for the work under way. Memory stays mapped, because the process is about to end."""
+        """Wait for the work under way. Memory stays mapped, because the process ends right afterwards."""
         self._events.settle()
         self._events.close()
 

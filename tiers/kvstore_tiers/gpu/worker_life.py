@@ -29,11 +29,12 @@ AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks
 
 @dataclass(frozen=True, slots=True)
 class GpuWorkerSettings:
-    """The settings of a GPU tier's worker process. checks: it computes checksums on the device. from_files: how it
-    reads files (AUTO, DIRECT, BOUNCE or OFF). registers: it copies other tiers' memory directly, registered
-    `register_bytes` at a time. variables: added to its environment. patience_s, file_patience_s: seconds for a transfer
-    and for a load from a file, after which it is killed. start_timeout_s: seconds to become ready. regrow_s: seconds
-    without new chunks after the device had no memory. socket_bytes: size of the socket buffer.
+    """The settings of a GPU tier's worker process. checks: the worker computes checksums on the device. from_files: how
+    it reads files (AUTO, DIRECT, BOUNCE or OFF). registers: it copies other tiers' memory directly, which it registers
+    with the device in pieces of `register_bytes`. variables: added to its environment. patience_s, file_patience_s: the
+    seconds after which it is killed if a transfer, or a load from a file, has not ended. start_timeout_s: the seconds
+    that it has to become ready. regrow_s: the seconds without new chunks after the device had no memory. socket_bytes:
+    the size of the socket buffer.
     """
 
     checks: bool = True
@@ -59,38 +60,42 @@ _LOG = logging.getLogger(__name__)
 
 
 class Correspondent(Protocol):
-    """An object that exchanges packets with the GPU worker. Its methods are called on the thread that watches the
-    worker.
+    """An object that exchanges packets with the GPU worker process. The thread that watches the worker calls its
+    methods.
     """
 
     def connect(self, sock: socket.socket, process: int) -> None:
-        """Send a new GPU worker, process number `process` at the other end of `sock`, the memory that it must map
-        before it can copy.
+        """Send packets to a new GPU worker from now on, first about the memory that it must map. Its process number is
+        `process`, and `sock` is the socket to it.
         """
         ...
 
     def hear(self, packet: bytes, descriptors: list[int]) -> None:
-        """Handle one packet from the worker, with the descriptors that came with it. Raises OSError if the worker must
-        be replaced.
+        """Handle one packet from the worker, with the `descriptors` that came with it. Raises OSError if the worker
+        must be replaced.
         """
         ...
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return True if the worker, which became ready at `ready_s`, has not answered for too long. Times are
-        monotonic seconds.
+        """Return True if the worker, which became ready at `ready_s`, has not answered for too long. `now_s` is the
+        present time; both are monotonic seconds.
         """
         ...
 
     def disconnect(self, sock: socket.socket) -> None:
-        """Close `sock` to a worker, which gets nothing more. It may still obey earlier packets."""
+        """Close the socket `sock` to a worker, which gets nothing more. The worker may still carry out packets that it
+        has got.
+        """
         ...
 
     def lose(self, process: int) -> int:
-        """Note that the worker `process` is dead, and fail the transfers that it had. Return how many failed."""
+        """Note that the worker with the process number `process` is dead, and fail the transfers that it had not ended.
+        Return how many failed.
+        """
         ...
 
     def fail_unsent(self) -> None:
-        """Fail the transfers that were not sent to a worker, because there may be none for a while."""
+        """Fail the transfers that were not sent to a worker yet, because there may be no worker for a while."""
         ...
 
     def fail_all(self) -> None: ...
@@ -101,8 +106,8 @@ class Correspondent(Protocol):
 
 
 class GpuWorkerLife:
-    """A thread that starts the worker process of `device`, watches it, kills it when it hangs and starts another when
-    it dies. `message` says why there is no worker.
+    """A thread that starts the worker process of `device` and watches it. It kills a worker that hangs, and starts
+    another when one dies. `message` says why there is no worker.
     """
 
     def __init__(self, device: int, settings: GpuWorkerSettings, correspondent: Correspondent) -> None:
@@ -148,8 +153,8 @@ class GpuWorkerLife:
         return self._closing.is_set()
 
     def close(self) -> None:
-        """Start no more workers. The present one ends when its socket is closed, or is killed. The call returns at
-        once; `join` waits.
+        """Start no more workers. The present worker ends when its socket is closed, or is killed. The call returns at
+        once; `join` waits for the thread.
         """
         self._closing.set()
 
@@ -164,14 +169,14 @@ class GpuWorkerLife:
         self._was_ready.set()
 
     def say_unable(self, why: str) -> None:
-        """Note that the worker reported the reason `why` it cannot start. If it was the first worker, `start` returns
-        the reason.
+        """Note that the worker cannot start, for the reason `why` that it reported. If it was the first worker, `start`
+        returns the reason.
         """
         if not self._was_ready.is_set():
             self.message = why
 
     def say_useful(self) -> None:
-        """Note that the worker has done some work, so that its successor is started at once if it dies."""
+        """Note that the worker has completed some work, so that another is started at once if it dies."""
         self._was_useful = True
 
     # From one worker to the next

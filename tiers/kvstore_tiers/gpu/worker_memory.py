@@ -27,7 +27,7 @@ from kvstore_tiers.gpu.streams import Events
 
 
 class Unregistered(KeyError):
-    """An error: copies cannot use this host memory, because it is not registered with the device, or not yet."""
+    """An error: copies cannot use a piece of host memory, because it is not registered with the device, or not yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,8 @@ class _Region:
 
 
 class HostMemory:
-    """The host memory (regions) that a GPU worker has mapped and registered with the device. `say` sends a packet to
-    the tier. `broken` is called with an error after which the CUDA context is useless.
+    """The host memory (in numbered regions) that a GPU worker has mapped and registered with the device. `say` sends a
+    packet to the tier. `broken` is called with an error after which the CUDA context cannot be used.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class HostMemory:
         threading.Thread(target=self._serve, name="gpu-register", daemon=True).start()
 
     def add(self, number: int, region: wire.MemoryRegion) -> None:
-        """Map `region` under `number` and register it soon. If mapping fails, the tier is told and copies use the
-        bounce buffer; for the bounce buffer itself OSError is raised. Raises DriverError if the context is broken.
+        """Map the host memory `region` under `number`, and register it with the device soon. If mapping fails, the tier
+        is notified and copies use the bounce buffer (the region that the worker always has); for the bounce buffer
+        itself OSError is raised. Raises DriverError if the CUDA context is broken.
         """
         if number in self._regions:
             return
@@ -80,8 +81,8 @@ class HostMemory:
             self._changed.notify()
 
     def drop(self, number: int) -> None:
-        """Forget region `number`, so that later transfers do not find it. It is unregistered and unmapped when the
-        copies under way have ended.
+        """Forget the region `number` of host memory, so that later transfers do not find it. It is unregistered and
+        unmapped when the copies under way have ended.
         """
         region = self._regions.pop(number, None)
         if region is None:
@@ -160,8 +161,8 @@ class _Chunk:
 
 
 class WorkerDeviceMemory:
-    """The chunks of device memory that a GPU worker has made or imported. `say` sends a packet and descriptors to the
-    tier. Methods raise DriverError if the CUDA context is broken.
+    """The chunks (pieces of device memory) that a GPU worker has made or imported. `say` sends a packet and descriptors
+    to the tier. Methods raise DriverError if the CUDA context is broken.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, say: Callable[..., None]) -> None:
@@ -173,8 +174,8 @@ class WorkerDeviceMemory:
         self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
 
     def add(self, number: int, nbytes: int, descriptor: int = -1) -> None:
-        """Make chunk `number` of `nbytes` device memory, or import it from `descriptor`, which the caller closes. A
-        known chunk is left unchanged. If the memory cannot be had, the tier is told.
+        """Make the chunk `number` of `nbytes` bytes of device memory, or import it from `descriptor`, which the caller
+        closes. A known chunk is left unchanged. If the device has no memory, the tier is notified.
         """
         if number in self._chunks:
             return
@@ -214,7 +215,9 @@ class WorkerDeviceMemory:
         return chunk.address + offset
 
     def why_missing(self, numbers: Iterable[int]) -> str:
-        """Return the reason why the first missing one of the chunks `numbers` is missing; "" if none is known to be."""
+        """Return the reason why the first of the chunks `numbers` that does not exist could not be made; "" if all
+        exist or no reason is known.
+        """
         return next((self._missing[number] for number in numbers if number in self._missing), "")
 
     def _make(self, number: int, nbytes: int) -> None:

@@ -51,10 +51,11 @@ def check_directory(
     notes: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> list[SlabFinding]:
-    """Check the NVMe tier's files in `directory` and return everything that is wrong; an empty list if nothing is.
-    `verify_payloads` also reads every stored block and checks its checksum. `notes` adds remarks that are no faults.
-    `progress` is called with the number of bytes after each read. Raises DirectoryInUse while a tier has the directory
-    open, FormatUnsupported if another version's format is found.
+    """Check the files of the NVMe tier in `directory` and return everything that is wrong; an empty list if all is
+    well. With `capacity_bytes` it checks that the files do not exceed this capacity. With `verify_payloads` it reads
+    every stored block and compares its checksum. With `notes` it adds remarks that are no faults. `progress` is called
+    with the number of bytes after each read. Raises DirectoryInUse while a tier has the directory open,
+    FormatUnsupported if another version's format is found.
     """
     with closing(TierDirectory(directory, create=False)) as opened:
         findings = walk(opened, capacity_bytes=capacity_bytes, verify_payloads=verify_payloads, progress=progress)
@@ -68,7 +69,9 @@ def walk(
     verify_payloads: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> Iterator[SlabFinding]:
-    """Yield the findings of `check_directory` one by one, for a caller that already holds the lock of `directory`."""
+    """Yield the findings of `check_directory` one by one, for a caller that already holds the lock of `directory`. The
+    parameters are the same.
+    """
     yield from _walk_files(directory)
     live: Live = {}
     quarantined: list[tuple[int, int]] = []
@@ -176,5 +179,7 @@ def _walk_chains(live: Live) -> Iterator[SlabFinding]:
 
 
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:
-    """Return the block with the highest sequence number among records of one key; recovery keeps this one."""
+    """Return the block with the highest sequence number (the commit that wrote its record). `blocks` are all records of
+    one key; recovery keeps the returned one.
+    """
     return max(blocks, key=lambda block: block.sequence)

@@ -71,7 +71,7 @@ class FindingKind(Enum):
 @dataclass(frozen=True, slots=True)
 class SlabFinding:
     """One fault or remark from the check of an NVMe directory. `where` names the file or block, `what` says what is
-    wrong. `slab` and `slot` are numbers, -1 if the finding concerns none.
+    wrong. `slab` and `slot` are the numbers of the slab file and the slot, -1 if the finding concerns none.
     """
 
     severity: Severity
@@ -103,8 +103,9 @@ _SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
 
 @dataclass(frozen=True, slots=True)
 class LiveBlock:
-    """The facts from the record of a stored block that are compared with other records: its slab and slot numbers, the
-    slot's generation, the commit's sequence number and the key of the parent block.
+    """The facts from the record of a stored block that a check compares with other records: its slab and slot numbers,
+    the generation of the slot, the sequence number of the commit that wrote the record, and the key of the parent
+    block.
     """
 
     slab: int
@@ -119,8 +120,8 @@ Progress = Callable[[int], None]
 
 
 class SlabWalk:
-    """A check of one slab file, number `number` at `path`. It adds each stored block to `live` (by key) and the numbers
-    of quarantined slots to `quarantined`. `progress` is called with the number of bytes read.
+    """A check of one slab file, number `number` at `path`. It adds each stored block to `live`, by key, and the numbers
+    of quarantined slots to `quarantined`. `progress` is called with the number of bytes after each read.
     """
 
     def __init__(self, path: Path, number: int, live: Live, *, verify_payloads: bool, progress: Progress) -> None:
@@ -218,9 +219,9 @@ class SlabWalk:
 def read_records(
     fd: int, superblock: Superblock, first: int, count: int
 ) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
-    """Read `count` records of the slab file `fd`, from slot `first` on. Return their bytes, these bytes as an array of
-    dtype RECORD_DTYPE, and a boolean mask of the records that were ever written. Records beyond the file's end are
-    zeros; unreadable ones form no valid record.
+    """Read `count` records of the slab file `fd`, from slot `first` on. Return three things: their bytes, these bytes
+    as an array of dtype RECORD_DTYPE, and a boolean mask of the records that were ever written. Records beyond the
+    file's end are zeros; records that cannot be read become bytes that are no valid record.
     """
     count = min(count, superblock.slots - first)
     raw = read_pages(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES)
@@ -232,9 +233,9 @@ def read_records(
 def judge_slot(
     fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
 ) -> tuple[FindingKind, str] | None:
-    """Compare slot `index` of the slab file `fd` with its 256-byte `record`: key, generation, sizes, parent, tenant and
-    fingerprint must agree. `verify_payload` checks the payload's checksum too. Return the kind of the fault and a
-    sentence, or None if the slot is right.
+    """Compare slot number `index` of the slab file `fd` with its 256-byte `record`: key, generation, sizes, parent,
+    tenant and fingerprint must agree. With `verify_payload` the payload's checksum is checked too. Return the kind of
+    the fault and a sentence, or None if there is no fault.
     """
     named = record_header(record)
     offset = superblock.slot_offset(index)

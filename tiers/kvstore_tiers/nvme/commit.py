@@ -25,8 +25,8 @@ from kvstore_tiers.threads import deliver, run_transfer
 
 @dataclass
 class PendingRecords:
-    """The changes of slots whose records are not on the medium yet, by slab: headers of written blocks, next
-    generations of freed slots, and quarantined slots, each by slot number.
+    """The changes of slots whose records are not on the medium yet, for each slab and by slot number: the headers of
+    written blocks, the next generations of freed slots, and the quarantined slots.
     """
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
@@ -38,8 +38,8 @@ class PendingRecords:
 
 
 class Journal:
-    """A list of changes to slots (written, freed, quarantined) that wait for the next record commit. Any thread may add
-    to it. `sequence` is the number of the next commit.
+    """A list of the changes to slots (written, freed, quarantined) since the last commit, which makes them durable. Any
+    thread may add to it. `sequence` is the number of the next commit.
     """
 
     def __init__(self, first_sequence: int) -> None:
@@ -49,7 +49,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """True if every change has been taken by a commit and none was put back."""
+        """True if no change waits for a commit."""
         with self._lock:
             return not self._batch
 
@@ -58,7 +58,9 @@ class Journal:
             self._batch.written[slab][index] = header
 
     def note_freed(self, slab: Slab, index: int, generation: int) -> None:
-        """Add that slot `index` of `slab` was freed. `generation` is the generation of the slot's next use."""
+        """Add the change that slot number `index` of `slab` was freed. Its next use will have the generation
+        `generation`.
+        """
         with self._lock:
             self._batch.freed[slab][index] = generation
 
@@ -67,14 +69,16 @@ class Journal:
             self._batch.quarantined[slab].add(index)
 
     def take(self) -> PendingRecords:
-        """Return all changes noted so far and empty the list. Later changes belong to the next sequence number."""
+        """Return all changes in the list and empty it, for a commit. Later changes belong to the commit after it."""
         with self._lock:
             batch, self._batch = self._batch, PendingRecords()
             self.sequence += 1
             return batch
 
     def put_back(self, old: PendingRecords) -> None:
-        """Add the changes `old` of a failed commit again. Where a slot has changed since, the newer change counts."""
+        """Put the changes `old` of a failed commit into the list again. Where a slot has changed since, the newer
+        change is kept.
+        """
         with self._lock:
             new, self._batch = self._batch, old
             for slab, blocks in new.written.items():
@@ -86,8 +90,8 @@ class Journal:
 
 
 class RecordCommit:
-    """A thread that makes the changes of `journal` durable whenever a caller asks. `watch` is called with each commit's
-    outcome.
+    """A thread that makes the changes in `journal` durable when a caller requests it. `watch` is called with each
+    commit's outcome.
     """
 
     def __init__(
@@ -106,8 +110,8 @@ class RecordCommit:
         self._thread.start()
 
     def request(self, done: Completion) -> None:
-        """Call `done` once every change before this call is durable, or with FAILED if the commit failed. After `close`
-        it gets CANCELLED at once.
+        """Make every change before this call durable. `done` is then called, with FAILED if the commit failed. After
+        `close` it gets CANCELLED at once.
         """
         with self._wake:
             if not self._closing:
@@ -118,7 +122,7 @@ class RecordCommit:
 
     def close(self) -> bool:
         """Answer the waiting requests, commit a last time and end the thread. Return True if all changes are durable. A
-        second call does nothing more.
+        second call does nothing.
         """
         with self._wake:
             self._closing = True

@@ -42,8 +42,8 @@ LOCK, FORMAT = "lock", "format"
 
 
 def open_lock(directory: Path) -> int:
-    """Open the file `lock` in `directory` and return its descriptor; it is made if it is missing. If it cannot be made,
-    the directory itself is opened. Nothing is locked yet. Raises OSError.
+    """Open the file `lock` in `directory` and return its descriptor; the file is made if it is missing. If it cannot be
+    made, a descriptor of the directory itself is returned. Nothing is locked yet. Raises OSError.
     """
     path = directory / LOCK
     try:
@@ -57,8 +57,8 @@ def open_lock(directory: Path) -> int:
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock `directory` itself, and return a descriptor that holds the lock until it is closed. Raises BlockingIOError
-    if another process has the lock, OSError if the directory cannot be opened.
+    """Lock the directory itself (not its file `lock`), and return a descriptor that holds the lock until it is closed.
+    Raises BlockingIOError if another process has the lock, OSError if the directory cannot be opened.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -77,8 +77,8 @@ def read_holder(descriptor: int) -> bytes:
 
 
 def write_holder(descriptor: int) -> bool:
-    """Write this process's number into the lock file `descriptor`, over the former number. Return False if that failed.
-    The file keeps its space, which a full disk might not give again."""
+    """Write this process's number into the lock file `descriptor` in place of the former number. Return False if that
+    failed. The file never becomes shorter, since a full disk might not give the space again."""
     mark = f"{os.getpid()}\n".encode()
     try:
         os.pwrite(descriptor, mark, 0)
@@ -93,8 +93,8 @@ _TEXT = b"no record waits to be synced\n"
 
 
 class Seal:
-    """A file in the tier's directory `path` that says that every change is durable, which saves the next start a sync
-    of all slabs. `held` is True if a valid seal was there when this object was made.
+    """A file in the tier's directory `path` which says that every change is durable. It saves the next start a sync of
+    all slabs. `held` is True if a valid seal file existed when this object was made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,13 +102,13 @@ class Seal:
         self.held = self._holds()
 
     def remove(self) -> None:
-        """Delete the seal durably; only then may records change. Raises OSError."""
+        """Delete the seal file durably. Records may be changed only after that. Raises OSError."""
         if self._path.exists():
             self._path.unlink()
         sync_directory(self._path.parent)  # also for a process that was killed before it came to that
 
     def write(self) -> None:
-        """Write the seal file, because every change is committed. Raises OSError."""
+        """Write the seal file, when every change is committed. Raises OSError."""
         replace_file(self._path, _TEXT, durable=False)
 
     def _holds(self) -> bool:
@@ -124,9 +124,9 @@ _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, 
 
 
 class TierDirectory:
-    """The opened and locked directory of an NVMe tier. With `create=False` nothing is made or written but the lock.
-    `former` describes the lock file as the previous holder left it. Raises DirectoryInUse, DirectoryUnusable or
-    FormatUnsupported.
+    """The opened and locked directory of an NVMe tier. With `create` False nothing is made, and nothing is written but
+    the lock. `former` describes the lock file as the previous process left it. Raises DirectoryInUse, DirectoryUnusable
+    or FormatUnsupported.
     """
 
     former: LockMark
@@ -170,7 +170,7 @@ class TierDirectory:
 
     def is_in_place(self) -> bool:
         """Return True if the directory's path still leads to the lock that this process holds. It does not if the
-        directory was replaced. Raises OSError if the path names nothing.
+        directory was replaced. Raises OSError if the path does not exist.
         """
         held = os.fstat(self._lock_fd)
         found = os.stat(self.path if stat.S_ISDIR(held.st_mode) else self.path / LOCK)
@@ -180,8 +180,8 @@ class TierDirectory:
         return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
-        """Return the numbers of the files in `slabs/` that end in `suffix`, ascending. Files with other names are
-        ignored.
+        """Return the numbers of the slab files in `slabs/` whose names end in `suffix`, ascending. Files with other
+        names are ignored.
         """
         return slab_numbers(self.slabs, suffix)
 
@@ -206,8 +206,8 @@ class TierDirectory:
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
     def put_aside(self, number: int) -> Path:
-        """Rename slab file `number` so that it ends in `.damaged`, under a free number if that name is taken. Return
-        the new path.
+        """Rename the slab file `number` to a name that ends in `.damaged`, with another number if that name is taken.
+        Return the new path.
         """
         aside = self.slab_path(number, "damaged")
         if aside.exists():
@@ -255,8 +255,8 @@ class TierDirectory:
             remove_leftover(path)
 
     def keep_format(self) -> None:
-        """Write the file `format` if it is missing or damaged. Call it only after the superblock of each slab has named
-        the right format.
+        """Write the file `format`, which names the format's version, if it is missing or damaged. Call it only after
+        each slab's superblock was found to have this version.
         """
         if not self._lacks_format:
             return
@@ -279,14 +279,14 @@ class TierDirectory:
 
 
 def read_format(text: bytes) -> int | None:
-    """Return the format version that `text`, the content of the file `format`, names; None if it names none."""
+    """Return the format version in `text`, the content of a tier's file `format`; None if the text has none."""
     key, _, version = text.partition(b"\n")[0].partition(b":")
     return version_number(version) if key == _FORMAT_KEY.encode() else None
 
 
 def read_author(text: bytes) -> str:
-    """Return the version of kvstored that made the directory, as `text`, the content of the file `format`, says; "" if
-    it does not.
+    """Return the version of kvstored that made a tier's directory. `text` is the content of its file `format`; the
+    result is "" if it does not name a version.
     """
     key, _, version = text.partition(b"\n")[2].partition(b":")
     said = version.strip().decode("ascii", "replace")
@@ -302,8 +302,8 @@ def _locked(fd: int, how: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory `path` and all missing ones above it, and make their names durable. Raises OSError, except if
-    all of them exist and only the sync fails.
+    """Make the directory `path` and all missing directories above it, and make their names durable. Raises OSError. If
+    all of them exist, a sync that fails is no error.
     """
     path = path.absolute()
     is_there = path.is_dir()
@@ -320,9 +320,9 @@ def make_directory(path: Path) -> None:
 
 
 def open_direct(path: Path, *, require_direct: bool = False, read_only: bool = False) -> tuple[int, bool]:
-    """Open the slab file `path` for slot I/O, and return its descriptor and True if it bypasses the page cache
-    (O_DIRECT). A file system without direct I/O gives False, or DirectoryUnusable if `require_direct` is set. Raises
-    OSError.
+    """Open the slab file `path` for reading and writing slots. Return its descriptor, and True if it bypasses the page
+    cache (O_DIRECT). If the file system has no direct I/O, return False, or raise DirectoryUnusable if `require_direct`
+    is set. Raises OSError.
     """
     rights = os.O_RDONLY if read_only else os.O_RDWR
     try:
@@ -343,7 +343,9 @@ def is_without_direct(error: OSError) -> bool:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file `path` takes on the medium, at least its length; 0 if it does not exist."""
+    """Return the bytes that the file `path` takes on the medium, or its length if that is more; 0 if it does not
+    exist.
+    """
     with suppress(FileNotFoundError):
         status = path.stat()
         return max(status.st_size, status.st_blocks * 512)
@@ -355,7 +357,7 @@ _MOST_DIGITS = 9
 
 
 def version_number(text: bytes) -> int | None:
-    """Return the decimal number that `text` holds, of at most nine digits; None if it holds something else."""
+    """Return the decimal number, of at most nine digits, that is all of `text`; None if the text is something else."""
     digits = text.strip()
     return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
 

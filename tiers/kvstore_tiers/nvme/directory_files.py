@@ -57,7 +57,7 @@ def slab_numbers(slabs: Path, suffix: str = "slab") -> list[int]:
 
 class LockMark(NamedTuple):
     """The state of a directory's lock file: its inode, the time of its last write in nanoseconds, and the process
-    number in it. Two equal marks mean that nobody opened the directory in between.
+    number in it. If two marks are equal, no process opened the directory between them.
     """
 
     inode: int

@@ -35,9 +35,9 @@ _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
 class SlabReport(NamedTuple):
-    """The result of the early scan for one slab: counts of its records, and the place (`begin`, `nbytes`) of its
-    columns in the shared memory. `live` counts stored blocks, `withdrawn` lists slots whose record must go, and
-    `origins` has the values that the numbers in the column `origin` stand for.
+    """The result of the early scan for one slab: counts of its records, and the place (`begin`, `nbytes`, in bytes) of
+    its arrays in the shared memory. `live` is the number of stored blocks, `withdrawn` lists the slots whose record
+    must be removed, and `origins` has the tenants and fingerprints for the numbers in the array `origin`.
     """
 
     slab: int
@@ -53,7 +53,9 @@ class SlabReport(NamedTuple):
 
     @classmethod
     def of(cls, line: bytes) -> SlabReport:
-        """Parse one line that the scanning process wrote to the pipe. Raises ValueError if the line is incomplete."""
+        """Return the report in `line`, which the scanning process wrote to the pipe. Raises ValueError if the line is
+        incomplete.
+        """
         report = cls(*json.loads(line))
         origins = [bytes.fromhex(str(raw)) for raw in report.origins]
         return report._replace(stamp=FileStamp(*report.stamp), origins=origins)
@@ -63,9 +65,9 @@ class SlabReport(NamedTuple):
 
 
 class EarlyRecordScan:
-    """A process that reads and judges the records of slab files while the daemon still loads its modules. `mark` is the
-    state of the lock file when it started, `numbers` are the slabs. Only `claim` may be called from several threads.
-    Raises OSError if the process cannot be started.
+    """A child process that reads and judges the records of slab files while the daemon still loads its modules. `mark`
+    is the state of the lock file when it started, `numbers` are the slabs. Only `claim` may be called from several
+    threads. Raises OSError if the process cannot be started.
     """
 
     def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
@@ -85,8 +87,8 @@ class EarlyRecordScan:
 
     @classmethod
     def begin(cls, directory: str | os.PathLike[str]) -> EarlyRecordScan | None:
-        """Start to scan the NVMe tier's `directory` in a process of its own. Return None if there are few records, the
-        directory is locked, or this machine has only one core.
+        """Start a child process that scans the records in the NVMe tier's `directory`, and return it. Return None if
+        there are few records, the directory is locked, or this machine has only one core.
         """
         path = Path(directory).absolute()
         if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
@@ -104,13 +106,13 @@ class EarlyRecordScan:
             return None
 
     def is_of(self, former: LockMark) -> bool:
-        """Return True if nobody opened the directory between the scan's start and now. `former` is the lock's state as
-        the present holder found it."""
+        """Return True if no other process opened the directory since the scan began. `former` is the state of the lock
+        file as this process found it."""
         return former == self._mark
 
     def claim(self) -> int | None:
-        """Take the number of a slab that the scanning process has not begun, so that the caller scans it. None if no
-        slab is left.
+        """Return the number of a slab that the scanning process has not begun, so that the caller must scan it. Return
+        None if no slab is left.
         """
         return self._queue.take()
 
@@ -126,7 +128,7 @@ class EarlyRecordScan:
                 yield SlabReport.of(line)
 
     def memory_of(self, report: SlabReport) -> mmap.mmap:
-        """Return a read-only mapping of the memory that holds the columns of the slab in `report`."""
+        """Return a read-only mapping of the shared memory with the arrays of the slab in `report`."""
         return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
 
     def close(self) -> None:

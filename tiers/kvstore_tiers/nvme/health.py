@@ -43,9 +43,7 @@ class TierHealth:
 
     @property
     def may_grow(self) -> bool:
-        """True if the tier may try to make another slab file. After the medium was full, that is allowed again after 30
-        seconds.
-        """
+        """True if the tier may try to make another slab file. After the medium was full, it may not for 30 seconds."""
         if self.state is TierState.FULL:
             return self._clock() - self._full_since_s >= RETRY_FULL_AFTER_S
         return self.state is TierState.OK
@@ -55,7 +53,7 @@ class TierHealth:
         return self.state in (TierState.OK, TierState.FULL)
 
     def watch_write(self, outcome: Outcome) -> Outcome:
-        """Take the outcome of a write or sync into account, and return it unchanged."""
+        """Use the `outcome` of a write or sync to judge the tier's state, and return it unchanged."""
         if outcome.kind is OutcomeKind.FAILED:
             with self._lock:
                 if outcome.errno in NO_ROOM:
@@ -70,7 +68,7 @@ class TierHealth:
         return outcome
 
     def watch_read(self, outcome: Outcome) -> Outcome:
-        """Take the outcome of a read into account, and return it unchanged."""
+        """Use the `outcome` of a read to judge the tier's state, and return it unchanged."""
         if outcome.kind is OutcomeKind.FAILED and outcome.errno:
             with self._lock:
                 self._read_errors += 1
@@ -91,8 +89,8 @@ class TierHealth:
                 self.state, self.message = TierState.OK, ""
 
     def note_probe(self, free_bytes: int, slab_bytes: int) -> None:
-        """Note that a probe succeeded, so that the tier is OK again. A tier that is FULL stays so while `free_bytes` of
-        the file system are fewer than `slab_bytes`, the size of the next slab file.
+        """Note that a probe succeeded, so that the tier is OK again. A tier that is FULL stays FULL if the file system
+        has only `free_bytes` free and the next slab file needs more, `slab_bytes`.
         """
         with self._lock:
             if self.state is TierState.FULL and free_bytes < slab_bytes:

@@ -36,13 +36,13 @@ class NotThere(Exception):
 
 
 class NotAKey(NotThere):
-    """An error: the text that was asked for cannot be a key or the beginning of one."""
+    """An error: a text that was given as a key, or as the beginning of a key, cannot be one."""
 
 
 @dataclass
 class Report:
-    """The facts about one slot, block or key of an NVMe directory, for people to read. `facts` concern the whole;
-    `slots` has one dictionary of facts for each slot.
+    """The facts about one slot, block or key of an NVMe directory, for people to read. `facts` are about the block or
+    key as a whole; `slots` has a dictionary of facts for each slot.
     """
 
     facts: Fields = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Inspector:
         self._slabs = path / "slabs"
 
     def slot(self, number: int, index: int) -> Report:
-        """Return all facts about slot `index` of slab `number`. Raises NotThere or OSError."""
+        """Return all facts about slot number `index` of the slab `number`. Raises NotThere or OSError."""
         superblock = self._superblock(number)
         if not 0 <= index < superblock.slots:
             raise NotThere(f"slab {number} has the slots 0 to {superblock.slots - 1}, not {index}")
@@ -105,8 +105,8 @@ class Inspector:
         return Report(facts, [self._described(place) for place in places])
 
     def key(self, digits: str, *, every_slot: bool = False) -> Report:
-        """Return every record, in any state, of the key that begins with the hex `digits`. `every_slot` also finds old
-        bytes of the block in free slots. Raises NotThere or NotAKey."""
+        """Return every record, in any state, of the key that begins with the hex `digits`. With `every_slot` free slots
+        are searched as well, for old bytes of the block. Raises NotThere or NotAKey."""
         key = self._resolve(digits, every_slot=every_slot)
         report = Report(self._about())
         report.facts["key"] = key.hex()

@@ -57,8 +57,8 @@ class RecordState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The description of a slab file that its first and its last page contain: slot size, number of slots, file size in
-    bytes and identity. `first_generation` exceeds all generations of earlier formats of the file.
+    """The description of a slab file, which its first and its last page contain: slot size, number of slots, file size
+    in bytes and identity. `first_generation` is higher than any generation before the file got this layout.
     """
 
     uuid: bytes
@@ -78,8 +78,8 @@ class Superblock:
         return self.slots_offset + index * self.slot_bytes
 
     def index_of(self, offset: int) -> int:
-        """Return the number of the slot that begins at byte `offset` of the file. Raises RuntimeError if no slot begins
-        there.
+        """Return the number of the slot that begins at the byte `offset` of the slab file. Raises RuntimeError if no
+        slot begins there.
         """
         index, misplaced = divmod(offset - self.slots_offset, self.slot_bytes)
         if misplaced or not 0 <= index < self.slots:
@@ -121,8 +121,8 @@ def stored_word(nbytes: int, codec: int) -> int:
 
 
 def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
-    """Return how many slots of `slot_bytes` bytes a slab file of `file_bytes` bytes can have, after its superblocks and
-    records.
+    """Return how many slots of `slot_bytes` bytes a slab file of `file_bytes` bytes has room for, beside its
+    superblocks and records.
     """
     room_bytes = aligned_down(file_bytes) - 2 * SUPERBLOCK_BYTES
     slots = max(0, room_bytes // (slot_bytes + RECORD_BYTES))
@@ -137,8 +137,8 @@ def smallest_file_bytes(slot_bytes: int) -> int:
 
 
 def read_superblock(raw: bytes) -> Superblock | int | str:
-    """Parse the bytes `raw` of a superblock. Return it, or the number of its format version if this code does not read
-    it, or a sentence about what is wrong.
+    """Parse the bytes `raw` of a superblock, the description of a slab file. Return it as an object, or its format
+    version as a number if this code does not read that version, or a sentence about what is wrong.
     """
     if len(raw) < SUPERBLOCK_BYTES:
         return f"superblock cut short: {len(raw)} of {SUPERBLOCK_BYTES} bytes"
@@ -155,8 +155,8 @@ def read_superblock(raw: bytes) -> Superblock | int | str:
 
 
 def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: int) -> bytes:
-    """Return the 256-byte record of a slot in `state` with the block's `header`, without its token ids. `sequence` is
-    the commit's number; `seed` is the slot's `Superblock.record_seed` for the checksum.
+    """Return the 256-byte record of a slot in `state`, with the `header` of its block but without token ids. `sequence`
+    is the commit's number; `seed` is the slot's `Superblock.record_seed`, which goes into the checksum.
     """
     raw = bytearray(RECORD_BYTES)
     codec, stored_bytes, stored_checksum = header.coded or (0, header.payload_bytes, header.checksum)
@@ -171,13 +171,13 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
 
 
 def nothing_at(generation: int) -> BlockHeader:
-    """Return the header for the record of a slot without a block; it has only the slot's `generation`."""
+    """Return the header for the record of a slot without a block. It contains only the slot's `generation`."""
     return BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0, generation=generation)
 
 
 def record_holds(raw: bytes, seed: int) -> bool:
-    """Return True if the 256 bytes `raw` are a valid record. `seed` is the slot's `Superblock.record_seed`, so that a
-    record of another slot or slab does not hold.
+    """Return True if the 256 bytes `raw` are a valid record of one certain slot. `seed` is the slot's
+    `Superblock.record_seed`; with it, a record of another slot or slab is not valid.
     """
     if raw[:4] != _RECORD_MAGIC:
         return False

@@ -69,16 +69,16 @@ class RecordChecksums:
         self._halves = [scratch(_LANES // 2) for _ in range(6)]
 
     def load(self, records: npt.NDArray[Any]) -> Words:
-        """Copy up to `BATCH_RECORDS` records, shape (n, 32), into scratch memory. Return them transposed, uint64 of the
-        shape (32, n), valid until the next call.
+        """Copy `records`, at most `BATCH_RECORDS`, of the shape (n, 32), into scratch memory. Return them transposed,
+        uint64 of the shape (32, n), valid until the next call.
         """
         words = self._data[:, : len(records)]
         np.copyto(words, records.T)
         return words
 
     def digests(self, words: Words, seeds: Words) -> Words:
-        """Return the right xxh3_64 checksum of each record, uint64 (n,). `words` comes from `load`; `seeds` uint64 (n,)
-        are the slots' record seeds.
+        """Return the xxh3_64 checksum that each record should have, uint64 (n,). `words` is the result of `load`;
+        `seeds`, uint64 (n,), are the record seeds of their slots.
         """
         n = words.shape[1]
         data, secret = words[:DIGESTED_WORDS], self._secret[:, :n]

@@ -37,16 +37,16 @@ _SPARE_BUFFERS = 2
 
 @dataclass(kw_only=True)
 class ScannedSlab(Verdicts):
-    """The verdicts on all records of one slab: which slots have a block, which are damaged or must be withdrawn.
-    `is_cut` is True after a call of `withdraw`.
+    """The verdicts on all records of one slab: which slots have a block, which records are damaged, and which must be
+    removed. `is_cut` becomes True by `withdraw`.
     """
 
     slab: Slab
     is_cut: bool = False  # some of its blocks were withdrawn after the scan
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Give up the blocks in `slots`: their records must be removed from the medium, and `live` no longer has
-        them.
+        """Give up the blocks in the slots with the numbers `slots`: their records must be removed from the medium, and
+        `live` no longer contains them.
         """
         self.states[slots] = RecordState.FREE
         self.withdrawn.update(slots)
@@ -75,9 +75,9 @@ class ScannedSlab(Verdicts):
 def scan_slabs(
     slabs: Sequence[Slab], origins: Origins, ahead: EarlyRecordScan | None = None
 ) -> tuple[list[ScannedSlab], LiveBlocks]:
-    """Read and judge all records of `slabs`. Slabs that the early scan `ahead` has judged are not read again. `origins`
+    """Read and judge all records of `slabs`, except for slabs that the early scan `ahead` has judged already. `origins`
     numbers the tenants and fingerprints. Return the verdicts for each slab, and the stored blocks of all slabs as
-    columns. Raises OSError if the medium fails.
+    arrays. Raises OSError if the medium fails.
     """
     scan = _Scan(slabs, origins)
     if ahead is not None:

@@ -53,7 +53,9 @@ _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINE
 
 @dataclass
 class RecoveryReport:
-    """The counts of what recovery (the start from a former process's slab files) found and dropped."""
+    """The counts of what was found and what was dropped when a tier was opened on the slab files of a former
+    process.
+    """
 
     blocks: int = 0
     quarantined_slots: int = 0
@@ -77,8 +79,8 @@ class RecoveryReport:
 
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
-    """Open every slab file of `directory` and add it to `space`, without handing out slots. A file without a valid
-    superblock is renamed to `.damaged`. Return a report with the count of those.
+    """Open every slab file of `directory` and add it to `space`, which does not hand out its slots yet. A file without
+    a valid superblock is renamed to `.damaged`. Return a report with the number of these files.
     """
     report = RecoveryReport()
     opened = {n: SlabFile.open(directory, n, require_direct=require_direct) for n in directory.numbers()}
@@ -102,8 +104,8 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 
 
 class Recovery:
-    """The recovery of stored blocks from the slab files that `open_slabs` opened. If the medium could not be repaired,
-    `owed` has the error, and nothing may be written before `make_up` succeeds.
+    """The search for stored blocks in the slab files that `open_slabs` opened. If damaged records could not be removed
+    from the medium, `owed` has the error, and nothing may be written before `make_up` succeeds.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class Recovery:
         self._origins = Origins()
 
     def run(self) -> RecoveredBlocks:
-        """Judge the records of all slabs, remove bad ones from the medium, make the slots usable, and return the stored
-        blocks. If the medium cannot be written, the blocks are returned and the repair is owed. Raises OSError if the
-        medium cannot be read.
+        """Judge the records of all slabs, remove bad records from the medium, make the slots usable, and return the
+        stored blocks. If the medium cannot be written, the blocks are returned all the same, and `make_up` must be
+        called. Raises OSError if the medium cannot be read.
         """
         judged, live = scan_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
@@ -153,14 +155,14 @@ class Recovery:
 
     @property
     def is_on_medium(self) -> bool:
-        """True if the recovered blocks survive a power loss: their records were synced by this process, or a seal of
-        the last one says so.
+        """True if the recovered blocks survive a power loss: this process has synced their records, or the former
+        process left a seal file which says so.
         """
         return self.owed is None or self._seal.held
 
     def make_up(self) -> None:
-        """Write the repair that `run` could not write, and sync it. It does nothing if none is owed. Raises OSError if
-        it fails again.
+        """Remove the bad records that `run` could not remove from the medium, and sync. Without such records it does
+        nothing. Raises OSError if it fails again.
         """
         with self._making_up:
             if self.owed is None:
@@ -317,8 +319,8 @@ def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:
-    """Yield slot and header of each block of `slab` that recovery found and that was not freed since. `last_sequence`
-    is the highest commit number that recovery found.
+    """Yield the slot and the header of each block of `slab` that recovery found and that was not freed since.
+    `last_sequence` is the highest commit number that recovery found; records of later commits are new blocks.
     """
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
@@ -332,8 +334,8 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Return a boolean array with one entry for each of `blocks`: True if it was neither freed nor quarantined since
-    recovery.
+    """Return a boolean array with an entry for each of `blocks`: True if the block was neither freed nor quarantined
+    since recovery. `slabs` has the slabs by number.
     """
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):

@@ -32,8 +32,8 @@ _ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by 
 
 
 def read_buffer(nbytes: int) -> memoryview:
-    """Return `nbytes` of zeroed memory that begins at a page, as direct I/O needs. It is freed with the last
-    reference.
+    """Return `nbytes` bytes of zeroed memory that begins at a page boundary, as direct I/O needs. It is freed with the
+    last reference.
     """
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
@@ -44,8 +44,8 @@ def whole_pages(nbytes: int) -> int:
 
 
 class SlabQueue:
-    """A queue of slab numbers that several processes share by the reading end `fd` of a pipe; each number is taken
-    once.
+    """A queue of slab numbers that several processes share. `fd` is the reading end of the pipe that contains the
+    numbers; each is taken once.
     """
 
     def __init__(self, fd: int) -> None:
@@ -53,7 +53,7 @@ class SlabQueue:
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> SlabQueue:
-        """Make a queue of the slab `numbers`. Numbers that the pipe has no room for (64 KiB, 4 bytes each) are left
+        """Make a queue of the slab `numbers`. Numbers for which the pipe has no room (64 KiB, 4 bytes each) are left
         out.
         """
         fd, filling = os.pipe2(os.O_CLOEXEC)
@@ -73,8 +73,8 @@ class SlabQueue:
 
 
 class FileStamp(NamedTuple):
-    """The identity, length and times of a slab file. Equal stamps mean that the file is the same one and was not
-    written.
+    """The identity, length and times of a slab file. If two stamps are equal, the file is the same one and was not
+    written between them.
     """
 
     device: int
@@ -89,8 +89,8 @@ class FileStamp(NamedTuple):
 
 
 class RecordRegion(NamedTuple):
-    """The first superblock and all records of one slab, as read from its file. `buffer` is the memory under them, which
-    the caller gives back.
+    """The first superblock and all records of one slab, as they were read from its file. `buffer` is the memory that
+    contains them; the caller gives it back to the reader.
     """
 
     slab: int
@@ -101,8 +101,8 @@ class RecordRegion(NamedTuple):
 
 
 class RegionReader:
-    """An iterator over the records of slabs whose numbers it takes from `queue`; two threads read ahead. Slabs that
-    cannot be read are left out.
+    """An iterator that yields the records of slabs, whose numbers it takes from `queue`; two threads read ahead. Slabs
+    that cannot be read are left out.
     """
 
     def __init__(self, slabs: Path, queue: SlabQueue) -> None:
@@ -149,8 +149,8 @@ class RegionReader:
 
 
 def records_bytes(path: Path) -> int:
-    """Return the bytes that the records of the slab file `path` take, in whole pages, as its first superblock says.
-    Raises OSError.
+    """Return the bytes that the records of the slab file `path` take, rounded up to whole pages, according to its first
+    superblock. Raises OSError.
     """
     with open(path, "rb", buffering=0) as slab:
         return _records_bytes(slab.read(_BEGIN))

@@ -57,8 +57,8 @@ _BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
 
 @dataclass
 class RepairReport:
-    """The result of a repair of an NVMe directory. `found` has the faults before it. `done` has a line for each thing
-    that was done (in a dry run: that would be done). `left` pairs each fault that remains with the reason.
+    """The result of a repair of an NVMe directory. `found` has the faults before the repair. `done` has a line for each
+    thing that was done (in a dry run: that would be done). `left` has each fault that remains, with the reason.
     """
 
     found: list[SlabFinding] = field(default_factory=list)
@@ -74,9 +74,9 @@ def repair_directory(
     dry_run: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> RepairReport:
-    """Check `directory`, repair the faults, and check it again. `dry_run` changes nothing. `verify_payloads` and
-    `progress` are explained at `check_directory`. Raises DirectoryInUse while a daemon holds it, FormatUnsupported for
-    another format, DirectoryUnusable when the medium refuses."""
+    """Check the NVMe tier's `directory`, repair the faults, and check it again. With `dry_run` nothing is changed.
+    `capacity_bytes`, `verify_payloads` and `progress` are explained at `check_directory`. Raises DirectoryInUse while a
+    daemon has it open, FormatUnsupported for another format, DirectoryUnusable if the medium cannot be written."""
     check = partial(
         check_directory, directory, capacity_bytes=capacity_bytes, verify_payloads=verify_payloads, progress=progress
     )

@@ -23,7 +23,9 @@ _NOTHING = np.empty(0)
 
 
 class SharedColumns(NamedTuple):
-    """The verdicts on one slab's records as arrays in memory that two processes share, with one entry for each slot."""
+    """The verdicts on the records of one slab, as arrays with an entry for each slot, in memory that two processes
+    share.
+    """
 
     superblock: Array  # its bytes
     live: LiveBlocks
@@ -33,7 +35,9 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """Return the arrays for a slab with `slots` slots inside `memory`; they are writable if `memory` is."""
+        """Return the arrays of verdicts on a slab with `slots` slots as views of `memory`. They are writable if
+        `memory` is.
+        """
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -56,7 +60,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """Return how many bytes of memory the arrays for a slab with `slots` slots take."""
+        """Return how many bytes of memory the arrays of verdicts on a slab with `slots` slots take."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -69,8 +73,8 @@ class SharedColumns(NamedTuple):
 
 
 class SlabScanner:
-    """A judge of whole slabs that leaves its verdicts in the memory behind the descriptor `memory`, which grows with
-    each slab.
+    """A judge of the records of whole slabs that writes its verdicts into shared memory, which the descriptor `memory`
+    refers to and which grows with each slab.
     """
 
     def __init__(self, memory: int) -> None:
@@ -79,8 +83,8 @@ class SlabScanner:
         self._checksums = RecordChecksums()
 
     def scan(self, region: RecordRegion) -> SlabReport | None:
-        """Judge the records in `region` and return the report. Return None if superblock and file disagree, so that the
-        tier must judge the slab itself.
+        """Judge the records in `region`, which has all records of one slab, and return the report. Return None if
+        superblock and file disagree, so that the tier must judge the slab itself.
         """
         superblock = read_superblock(region.superblock)
         if not isinstance(superblock, Superblock) or superblock.number != region.slab:

@@ -49,7 +49,8 @@ class SlotState(IntEnum):
 
 class Slab:
     """The state in memory of one slab file's slots: which are in use, in which generation, and whether a record on the
-    medium names them. The file is made at the first write, or taken over from the slab `replaces` with a new slot size.
+    medium names them. The file is made at the first write. If `replaces` is given, the file of that other slab, whose
+    slots have another size, is used instead.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Slab:
     @property
     def has_settled_room(self) -> bool:
         """True if there is a free slot that no record on the medium names, so that it can be written without a sync
-        before.
+        first.
         """
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
@@ -116,8 +117,8 @@ class Slab:
         return self.slot(index)
 
     def free(self, slot: Slot) -> int:
-        """Free the allocated or quarantined `slot`, and return its index. Its next use has a higher generation. Raises
-        RuntimeError if it is not allocated.
+        """Free the allocated or quarantined `slot`, and return its number in the slab. Its next use has a higher
+        generation. Raises RuntimeError if it is not allocated.
         """
         index = self.require_out(slot)
         may_be_live = self._may_be_live(index)
@@ -133,8 +134,8 @@ class Slab:
         return index
 
     def settle(self, freed: dict[int, int]) -> None:
-        """Note that the medium no longer names the blocks of freed slots. `freed` maps slot numbers to the generations
-        in which they were freed.
+        """Note that no record on the medium names the blocks of freed slots any more. `freed` has the generations in
+        which slots were freed, by slot number.
         """
         with self._settling:
             for index, generation in freed.items():
@@ -150,7 +151,9 @@ class Slab:
         return Slot(self.number, superblock.slot_offset(index), superblock.slot_bytes, self.generations[index])
 
     def require_out(self, slot: Slot) -> int:
-        """Return the number of the allocated `slot`. Raises RuntimeError if it is not allocated in this generation."""
+        """Return the number of the allocated `slot` in this slab. Raises RuntimeError if it is not allocated in this
+        generation.
+        """
         index = self.superblock.index_of(slot.offset)
         if not self.states[index] or self.generations[index] != slot.generation:
             raise RuntimeError(f"{slot} is not allocated")
@@ -162,8 +165,8 @@ class Slab:
         return found
 
     def stored(self, index: int) -> tuple[int, int]:
-        """Return the length in bytes of what slot `index` stores behind its header, and the number of its codec (0 for
-        none).
+        """Return the number of bytes that slot number `index` stores behind its header, and the number of the codec
+        that made them (0 for none).
         """
         word = self._stored[index]
         return word & STORED_MASK, word >> CODEC_SHIFT
@@ -181,7 +184,7 @@ class Slab:
 
     @property
     def replaces(self) -> Slab | None:
-        """The slab whose file this slab takes over at its first write; None if there is no such slab."""
+        """The slab whose file this slab will use from its first write on; None if this slab makes a file of its own."""
         return self._replaces
 
     @property
@@ -190,8 +193,8 @@ class Slab:
         return self._making_error is not None and self._file is None and self._replaces is None
 
     def make_file(self) -> None:
-        """Make the slab's file, or reformat the file that it takes over, unless that was done before. Raises OSError;
-        then the slab hands out no more slots.
+        """Make the slab's file, or give the file that it takes over the new layout, unless that was done before. Raises
+        OSError; then the slab hands out no more slots.
         """
         with self._making:
             if self._file is not None:
@@ -211,9 +214,7 @@ class Slab:
             self._file, self._replaces = old.file, None
 
     def retire(self) -> None:
-        """Forget which blocks the records on the medium name, because the file is about to be reformatted or
-        deleted.
-        """
+        """Forget which blocks the records on the medium name, because the file will be overwritten or deleted."""
         with self._records:
             self.recorded = array("Q", bytes(8 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
@@ -227,15 +228,15 @@ class Slab:
             file.remove()
 
     def withdraw(self, indices: Iterable[int], sequence: int) -> None:
-        """Overwrite the records of the slots `indices` whose block is gone, as part of commit number `sequence`.
-        Records of blocks that are still there stay. Raises OSError.
+        """Overwrite the records of those slots `indices` whose block is gone, as a part of commit number `sequence`.
+        Records of blocks that are still in their slots stay. Raises OSError.
         """
         with self._records:
             self._withdraw(indices, sequence)
 
     def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> None:
-        """Write records for `blocks` (slot number and header) that are still in their slots, as part of commit number
-        `sequence`. Raises OSError.
+        """Write records for those `blocks` (pairs of slot number and header) that are still in their slots, as a part
+        of commit number `sequence`. Raises OSError.
         """
         with self._records:
             current = [(i, header) for i, header in blocks if self._holds(i, header.generation)]
@@ -246,8 +247,8 @@ class Slab:
             self.file.write_records(records)
 
     def publish_quarantine(self, indices: Iterable[int], sequence: int) -> None:
-        """Write records that mark the slots `indices` as quarantined, as part of commit number `sequence`. Slots that
-        were freed meanwhile lose their record instead.
+        """Write records that mark the slots with the numbers `indices` as quarantined, as a part of commit number
+        `sequence`. Slots that were freed meanwhile lose their record instead.
         """
         with self._records:
             indices = set(indices)
@@ -265,16 +266,16 @@ class Slab:
             self.file.write_records(marked)
 
     def sync(self) -> None:
-        """Make written slots and records durable. Raises OSError; then records of freed slots are written again before
-        the next sync, because the kernel may have dropped them.
+        """Make written slots and records durable. Raises OSError; then the records of freed slots are written again
+        before the next sync, because the kernel may have dropped the first writes.
         """
         with self._syncing:
             self._sync()
 
     def sync_hot(self, index: int, sequence: int) -> None:
-        """Make sure that no record on the medium names slot `index`, whose bytes are about to be overwritten. It does
-        nothing if none can. Otherwise it withdraws the record, and the records of other freed slots, and syncs. Raises
-        OSError.
+        """Make sure that no record on the medium names slot number `index`, whose bytes are about to be overwritten. If
+        one may, its record and the records of other freed slots are removed and synced, as a part of commit number
+        `sequence`. Raises OSError.
         """
         if index not in self._hot:
             return
@@ -289,7 +290,7 @@ class Slab:
         self.settle(freed)
 
     def note_written(self, index: int, header: BlockHeader) -> None:
-        """Note that slot `index` holds a whole block with this `header`."""
+        """Note that slot number `index` contains a whole block with this `header`."""
         self._stored[index] = stored_word(header.stored_bytes, header.codec)
         self.states[index] = SlotState.WRITTEN
 

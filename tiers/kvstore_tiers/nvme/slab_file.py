@@ -37,7 +37,7 @@ _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot rea
 
 class SlabFile:
     """An open slab file, with one descriptor for slots (direct I/O) and one for records. `superblock` describes its
-    layout. If it can only be read, `why_read_only` is the error, until `open_to_write` succeeds.
+    layout. If the file can only be read, `why_read_only` is the error that says so, until `open_to_write` succeeds.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class SlabFile:
 
     @classmethod
     def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
-        """Open slab file `number` of `directory`, only for reading if it cannot be written. Return a sentence if no
-        valid superblock is found. Raises FormatUnsupported for another format, OSError if it cannot be opened.
+        """Open the slab file `number` of `directory` and return it; if it cannot be written, it is opened for reading
+        only. Return a sentence about the fault if it has no valid superblock. Raises FormatUnsupported for another
+        format, OSError if it cannot be opened.
         """
         path = directory.slab_path(number)
         superblock = find_superblock(path)
@@ -97,8 +98,8 @@ class SlabFile:
         return file
 
     def open_to_write(self) -> None:
-        """Reopen a file that could only be read, for writing; its descriptors keep their numbers. Raises OSError, also
-        if the path leads to another file by now."""
+        """Open for writing a file that could only be read so far; the numbers of its descriptors stay. Raises OSError,
+        also if the path leads to another file by now."""
         opened = []
         try:
             opened.append(open_direct(self.path, require_direct=self.direct)[0])
@@ -119,7 +120,7 @@ class SlabFile:
 
     @property
     def is_whole(self) -> bool:
-        """True if the file has its right length, all its space allocated, and both superblocks."""
+        """True if the file has its right length, all its space on the medium, and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
         if status.st_size != end or status.st_blocks * 512 < end:
             return False
@@ -127,7 +128,7 @@ class SlabFile:
         return all(_readable(self._record_fd, at) == raw for at in (0, end - SUPERBLOCK_BYTES))
 
     def restore_length(self) -> None:
-        """Extend a truncated file with zeros, or cut one that is too long, and write both superblocks. Raises
+        """Give the file its right length, with zeros if it was too short, and write both superblocks. Raises
         OSError.
         """
         if self.length_bytes > self.superblock.file_bytes:
@@ -136,8 +137,8 @@ class SlabFile:
         _write_superblocks(self._record_fd, self.superblock)
 
     def reformat(self, superblock: Superblock) -> None:
-        """Give the file of an empty slab the layout `superblock`, which must not be longer. Old records are zeroed
-        before anything else, so that at no time a valid record names bytes that are not its block. Raises OSError.
+        """Give the file of an empty slab the new layout `superblock`, which must not make it longer. Old records are
+        zeroed first, so that at no time a valid record names bytes that are not its block. Raises OSError.
         """
         shrinks = superblock.file_bytes < self.superblock.file_bytes
         old_end, new_end = self.superblock.slots_offset, superblock.slots_offset
@@ -169,7 +170,8 @@ class SlabFile:
 
     def read_records_into(self, buffer: memoryview, first: int) -> None:
         """Fill `buffer` with the 256-byte records from slot `first` on. Records beyond the end of a truncated file are
-        zeros; unreadable pages form no valid record. With direct I/O the buffer and the position must be whole pages.
+        zeros; pages that cannot be read become bytes that are no valid record. With direct I/O the buffer and the
+        position must be whole pages.
         """
         offset = SUPERBLOCK_BYTES + first * RECORD_BYTES
         try:
@@ -180,7 +182,9 @@ class SlabFile:
             _fill_by_page(self.slot_fd, buffer, offset)
 
     def expect_records(self) -> None:
-        """Tell the kernel that all records will be read soon. It matters only for files without direct I/O."""
+        """Ask the kernel to read all records ahead, because they will be needed soon. It matters only for files without
+        direct I/O.
+        """
         if not self.direct:
             length_bytes = self.superblock.slots * RECORD_BYTES
             os.posix_fadvise(self._record_fd, SUPERBLOCK_BYTES, length_bytes, os.POSIX_FADV_WILLNEED)
@@ -207,8 +211,8 @@ class SlabFile:
         return np.frombuffer(raw, dtype=RECORD_DTYPE)
 
     def open_to_read(self) -> int:
-        """Return a new read-only descriptor of this file for another process; the caller closes it. It is this file
-        even if the path leads to another one by now. Raises OSError.
+        """Return a new read-only descriptor of this open file, for another process; the caller closes it. The path may
+        lead to another file by now. Raises OSError.
         """
         direct = os.O_DIRECT if self.direct else 0
         return os.open(f"/proc/self/fd/{self.slot_fd}", os.O_RDONLY | os.O_CLOEXEC | direct)
@@ -221,8 +225,8 @@ class SlabFile:
         os.ftruncate(self._record_fd, 0)  # what has it open, the scrubber perhaps, does not keep the space
 
     def sync(self) -> None:
-        """Make written slots and records durable. Raises OSError, also if somebody deleted the file, because no later
-        start would find it. It does nothing after `remove`.
+        """Make written slots and records durable. Raises OSError, also if the file was deleted by another process,
+        because no later start would find it. After `remove` it does nothing.
         """
         if self._is_removed:
             return
@@ -239,8 +243,8 @@ class SlabFile:
 
 
 def find_superblock(path: Path) -> Superblock | str:
-    """Return the superblock of the slab file `path`, from its first or its last page; a sentence if both are invalid.
-    Raises FormatUnsupported for another format, OSError if the medium can read neither page.
+    """Return the superblock of the slab file `path`, from its first or its last page, or a sentence about the fault if
+    both are invalid. Raises FormatUnsupported for another format, OSError if neither page can be read.
     """
     with open(path, "rb", buffering=0) as file:
         length_bytes = os.fstat(file.fileno()).st_size
@@ -292,7 +296,7 @@ def discard_older(path: Path) -> bool:
 
 def read_pages(fd: int, nbytes: int, offset: int) -> bytes:
     """Return up to `nbytes` bytes of the file `fd` from `offset` on, fewer at its end. Pages that the medium cannot
-    read are replaced by bytes that form no valid record or superblock.
+    read are replaced by bytes that are no valid record or superblock.
     """
     try:
         return os.pread(fd, nbytes, offset)

@@ -58,8 +58,9 @@ class _Pages(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class ImageRead:
-    """A slot image (header page and payload) that was read but not checked yet. It is valid until the next transfer of
-    this thread. `payload` is memory with the payload; `waiting` are the caller's segments that are still to be filled.
+    """A slot image (header page and payload) that was read but not checked yet, valid until this thread's next
+    transfer. `payload` is the memory with the payload; `waiting` are segments of the caller that are still to be
+    filled.
     """
 
     raw_header: bytes
@@ -74,14 +75,16 @@ class ImageRead:
 
 
 class SlotIO:
-    """Direct reads and writes of slot images, with aligned page buffers for each thread. Any thread may use it."""
+    """A reader and writer of slot images by direct I/O, with aligned page buffers for each thread. Any thread may use
+    it.
+    """
 
     def __init__(self) -> None:
         self._pages = _Pages()
 
     def stable(self, segments: Sequence[Segment], nbytes: int) -> Sequence[Segment]:
-        """Return `segments`, which hold `nbytes` of payload, if direct I/O accepts their alignment; otherwise an
-        aligned copy.
+        """Return `segments`, which contain `nbytes` bytes of payload, if direct I/O accepts their alignment; otherwise
+        return an aligned copy of them.
         """
         if _is_aligned(segments):
             return segments
@@ -90,8 +93,8 @@ class SlotIO:
         return [bounce.segment(nbytes)]
 
     def scratch(self, nbytes: int) -> Segment:
-        """Return `nbytes` of aligned memory of this thread, rounded up to whole pages. It is valid until the thread's
-        next transfer of unaligned memory.
+        """Return aligned memory of this thread of at least `nbytes` bytes, rounded up to whole pages. It is valid until
+        the thread's next transfer from or to unaligned memory.
         """
         return self._bounce(nbytes).segment(aligned_up(nbytes))
 
@@ -109,8 +112,8 @@ class SlotIO:
         _require_whole(written_bytes, HEADER_BYTES + aligned_up(nbytes), "written")
 
     def read_image(self, fd: int, offset: int, segments: Sequence[Segment], nbytes: int) -> ImageRead:
-        """Read a slot image from the file `fd` at `offset`: the header page and `nbytes` of payload. Aligned `segments`
-        are filled at once, others only by `ImageRead.deliver`. Raises OSError.
+        """Read a slot image from the file `fd` at `offset`: the header page and `nbytes` bytes of payload. Aligned
+        `segments` are filled at once; others are filled by `ImageRead.deliver`. Raises OSError.
         """
         pages = self._pages
         is_direct = _is_aligned(segments)
@@ -165,7 +168,7 @@ _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this p
 
 
 class SlotPlace(NamedTuple):
-    """An allocated slot with its slab and its number in that slab."""
+    """An allocated slot, with the slab that contains it and its number in that slab."""
 
     slab: Slab
     slot_index: int
@@ -173,8 +176,8 @@ class SlotPlace(NamedTuple):
 
 
 class SlotTransfers:
-    """The reads, writes and copies of an NVMe tier's slots, each run on the calling thread. `journal`, `health` and
-    `counters` are told how each one ended; `scratch` gives memory for decoding.
+    """A maker of the reads, writes and copies of an NVMe tier's slots, on the calling thread. `journal`, `health` and
+    `counters` are notified of each outcome; `scratch` gives memory for decoding.
     """
 
     def __init__(
@@ -206,8 +209,8 @@ class SlotTransfers:
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, nbytes)))
 
     def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        """Read the block `expect_key` from `place`, check it, and fill `segments` with its payload, decoded if a codec
-        made it.
+        """Read the block with the key `expect_key` from the slot at `place`, check it, and fill `segments` with its
+        payload, decoded if a codec encoded it.
         """
         return self._watched(self._read_payload, place, expect_key, segments)
 
@@ -221,8 +224,8 @@ class SlotTransfers:
         return self._health.watch_read(self._counters.read(outcome))
 
     def lend(self, place: SlotPlace, load: Load, done: Completion) -> None:
-        """Open the file of the slot at `place` and pass it to `load` of another tier, as `Tier.lend` describes. `done`
-        gets the outcome. A failure of the other tier does not count against this medium.
+        """Open the file of the slot at `place` and give it to `load`, a function of another tier, as `Tier.lend`
+        describes. `done` gets the outcome. A failure of the other tier does not count against this medium.
         """
         slab, index, slot = place
         ended = self._lent.begin(done)
@@ -269,7 +272,7 @@ class SlotTransfers:
         return Outcome(OutcomeKind.DONE)
 
     def close(self) -> None:
-        """Wait until no other tier reads from a slot that was lent."""
+        """Wait until no other tier reads from a slot that `lend` gave to it."""
         self._lent.wait()
 
     def _ready(self, slab: Slab, index: int) -> None:

@@ -28,8 +28,9 @@ MAX_SLABS = 512  # two descriptors each
 
 
 class SlabSpace(Containers[Slab]):
-    """The list of an NVMe tier's slabs, which allocates their slots within `capacity_bytes`. New slab files have
-    `slab_bytes`, or more if there would be more than 512 files. It does no I/O.
+    """The list of an NVMe tier's slabs (files cut into slots of one size), which allocates their slots within
+    `capacity_bytes`. New slab files have `slab_bytes` bytes, or more if there would be more than 512 files. It does no
+    I/O.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class SlabSpace(Containers[Slab]):
 
     @property
     def growth_bytes(self) -> int:
-        """The bytes that the next slab file takes, if the capacity allows one."""
+        """The size in bytes of a new slab file, if the capacity has room for one."""
         return self._slab_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
         """Return a slab (a file cut into slots) and a free slot of exactly `nbytes` bytes in it, or None if there is no
-        room. A new slab is made only if `may_grow` is true; if there can be none, an empty slab of another slot size is
-        used.
+        room. If no slab has a free slot, a new slab is made, provided that `may_grow` is true. If that is not possible,
+        an empty slab of another slot size is used.
         """
         candidates = self.with_room["", nbytes]
         while candidates and not candidates[-1].has_room:
@@ -72,7 +73,9 @@ class SlabSpace(Containers[Slab]):
         return slab, slot
 
     def free(self, slot: Slot) -> tuple[Slab, int]:
-        """Free `slot`, and return its slab and its number in that slab. Raises RuntimeError if it is not allocated."""
+        """Free `slot`, and return its slab and its number in that slab. Raises RuntimeError if the slot is not
+        allocated.
+        """
         slab = self.of(slot)
         had_room = slab.has_room
         index = slab.free(slot)
@@ -88,12 +91,12 @@ class SlabSpace(Containers[Slab]):
         return slab, index
 
     def adopt(self, slab: Slab) -> None:
-        """Add `slab`, whose file exists, to the list. Its slots are not handed out before `open_room`."""
+        """Add `slab`, whose file exists already, to the list. Its slots are not handed out before `open_room`."""
         self.slabs[slab.number] = slab
         self.nbytes += slab.nbytes
 
     def open_room(self, slabs: Iterable[Slab]) -> None:
-        """Let free slots of the recovered `slabs` be handed out."""
+        """Let the free slots of `slabs`, which recovery has examined, be handed out."""
         for slab in slabs:
             if slab.has_room:
                 self._list_room(slab)
@@ -127,8 +130,8 @@ class SlabSpace(Containers[Slab]):
         return slab.used_slots == 0
 
     def check_books(self, quarantined: Iterable[Slot]) -> list[str]:
-        """Recount the used slots of each slab, and check that each slot in `quarantined` is marked so. Return a
-        sentence for each fault.
+        """Recount the used slots of each slab, and check that each slot in `quarantined` is marked as quarantined.
+        Return a sentence for each fault.
         """
         faults: list[str] = []
         for slab in self.slabs.values():
@@ -142,8 +145,8 @@ class SlabSpace(Containers[Slab]):
         return faults
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """Check that every slot the caller holds is allocated and not quarantined. Slot i is `containers[i]`,
-        `offsets[i]` (bytes), `generations[i]`. Return a sentence for each one that is not.
+        """Check that every slot that the caller holds is allocated and not quarantined. The caller's slot i is
+        `containers[i]`, `offsets[i]` (bytes), `generations[i]`. Return a sentence for each slot that is not.
         """
         faults: list[str] = []
         for number in np.unique(containers).tolist():

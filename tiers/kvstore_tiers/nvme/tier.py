@@ -59,7 +59,7 @@ _UNEXPLAINED = "quarantined before the last start"
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """The options of an NVMe tier that `NvmeTier.open` describes."""
+    """The options of an NVMe tier; `NvmeTier.open` explains them."""
 
     io_threads: int
     quarantine_slots: int
@@ -69,8 +69,8 @@ class TierOptions:
 
 
 class NvmeTier(ContainerTier):
-    """A tier that keeps blocks in slab files of one directory; they are durable after `sync`. Make one by
-    `NvmeTier.open`.
+    """A tier that keeps blocks in slab files (files cut into slots) of one directory. They are durable after `sync`.
+    `NvmeTier.open` makes one.
     """
 
     def __init__(
@@ -131,10 +131,11 @@ class NvmeTier(ContainerTier):
         coding: Coding = UNCODED,
         early_scan: EarlyRecordScan | None = None,
     ) -> NvmeTier:
-        """Lock and open `directory`, which is made if it is missing, as a tier of at most `capacity_bytes`.
+        """Lock and open `directory`, which is made if it is missing, as a tier of at most `capacity_bytes` bytes.
         `slab_bytes` is the size of new slab files, `io_threads` the number of threads for transfers, `quarantine_slots`
-        the most corrupt slots that are kept; `require_direct` refuses a file system without direct I/O. `early_scan`
-        has perhaps judged the records, and is closed. Raises DirectoryInUse, FormatUnsupported or DirectoryUnusable.
+        the most corrupt slots that are kept. With `require_direct` a file system without direct I/O is refused.
+        `early_scan`, if given, may have judged the records already; it is closed. Raises DirectoryInUse,
+        FormatUnsupported or DirectoryUnusable.
         """
         if capacity_bytes <= FILES_BYTES:
             raise DirectoryUnusable(f"{capacity_bytes} bytes for {directory} hold no block: give it a larger capacity")
@@ -191,8 +192,8 @@ class NvmeTier(ContainerTier):
         self._journal.note_quarantined(slab, index)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Return the slots in quarantine with the reason of each, as far as it is known. `free` ends a slot's
-        quarantine.
+        """Return the slots that are in quarantine (kept because their block is corrupt), with the reason of each, as
+        far as it is known. `free` ends a slot's quarantine.
         """
         return dict(self._quarantined)
 
@@ -220,8 +221,8 @@ class NvmeTier(ContainerTier):
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
     def discard(self, container: int, done: Completion) -> None:
-        """Delete the file of slab `container`, which must be set aside and empty. After `done` got DONE, call
-        `discarded`. Raises RuntimeError if one of its slots is in use."""
+        """Delete the file of the slab number `container`, which must be set aside and empty. After `done` got DONE, the
+        caller calls `discarded`. Raises RuntimeError if one of its slots is in use."""
         slab = self._space.slabs[container]
         if slab.used_slots:
             raise RuntimeError(f"slab {container} is not empty")
@@ -233,7 +234,9 @@ class NvmeTier(ContainerTier):
         self._threads.submit(remove, done)
 
     def discarded(self, container: int) -> None:
-        """Note that the file of slab `container` is deleted, so that its bytes no longer count."""
+        """Note that `discard` has deleted the file of the slab number `container`, so that its bytes no longer
+        count.
+        """
         slab = self._space.slabs[container]
         self._space.discard(slab)
         slab.close()
@@ -275,8 +278,8 @@ class NvmeTier(ContainerTier):
                 yield from recovered_blocks(slab, self.recovery_report.last_sequence)
 
     def recover_columns(self) -> RecoveredBlocks:
-        """Return the recovered blocks that are still there, as arrays. The first call is quick and frees what recovery
-        kept; a later one reads the records again.
+        """Return the recovered blocks that are still in their slots, as arrays. The first call is quick, and frees
+        memory of recovery; a later call reads the records again.
         """
         recovered, self._recovered = self._recovered, None
         if recovered is None:

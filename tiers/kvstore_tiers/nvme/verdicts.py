@@ -32,8 +32,9 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class LiveBlocks:
-    """The stored blocks of one or more slabs as arrays with one entry for each block, in slot order. `slots` are slot
-    numbers, `key` and `parent` have the shape (blocks, 2), `origin` numbers a tenant and fingerprint (see `Origins`).
+    """The stored blocks of one or more slabs as arrays with an entry for each block, in slot order. `slots` are slot
+    numbers. `key` and `parent` have the shape (blocks, 2): the two 64-bit halves of a key. `origin` is the number of
+    the block's tenant, fingerprint and layer group (see `Origins`).
     """
 
     slots: Array
@@ -49,7 +50,9 @@ class LiveBlocks:
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
-        """Return arrays with room for `blocks` entries, not filled. `make(shape, dtype)` makes each array."""
+        """Return arrays with room for `blocks` entries, whose values are not set. `make(shape, dtype)` makes each
+        array.
+        """
         return cls(
             slots=make(blocks, np.uint64),
             key=make((blocks, 2), "<u8"),
@@ -71,7 +74,7 @@ class LiveBlocks:
         return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     def move_to(self, place: LiveBlocks) -> None:
-        """Copy all entries to the arrays of `place`, which has as many entries and may overlap these."""
+        """Copy all entries to the arrays of `place`, which has as many entries. The two may overlap."""
         for column in fields(self):
             np.copyto(getattr(place, column.name), getattr(self, column.name))
 
@@ -83,9 +86,9 @@ class LiveBlocks:
 
 @dataclass
 class Verdicts:
-    """The verdicts on consecutive records of a slab, with one entry for each slot. `states` are RecordStates, `stored`
-    are `stored_word`s, `live` are the stored blocks, `withdrawn` are slots whose record must be removed. `damaged` and
-    `truncated` are counts.
+    """The verdicts on consecutive records of a slab, as arrays with an entry for each slot. `states` are RecordStates,
+    `stored` are `stored_word`s. `live` has the stored blocks, `withdrawn` the slots whose record must be removed.
+    `damaged` and `truncated` are counts of records.
     """
 
     states: npt.NDArray[np.uint8]
@@ -99,8 +102,8 @@ class Verdicts:
 
     @staticmethod
     def joined(pieces: Sequence[Verdicts], room: LiveBlocks) -> Verdicts:
-        """Join the verdicts `pieces` on consecutive slots into one. Their live blocks lie in `room`, each piece's from
-        its first slot on, and are moved together to the beginning of it.
+        """Join `pieces`, the verdicts on consecutive slots, into one object. The stored blocks of each piece are in the
+        arrays `room`, from the place of the piece's first slot on; they are moved together to the beginning.
         """
         live = slots = 0
         for piece in pieces:
@@ -121,8 +124,8 @@ class Verdicts:
 
 
 class Origins:
-    """A table that numbers block origins (tenant, fingerprint and layer group), which many blocks share. Any thread may
-    use it.
+    """A table of block origins (tenant, fingerprint and layer group, which many blocks share) that gives each a number.
+    Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -130,8 +133,8 @@ class Origins:
         self._lock = threading.Lock()
 
     def number(self, words: Array) -> Array:
-        """Return the origin's number of each record, uint32 (n,). `words` are records as uint64 (32, n). New origins
-        get new numbers.
+        """Return the number of the origin of each record, uint32 (n,). `words` are the records as uint64 (32, n). New
+        origins get new numbers.
         """
         origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
         found = np.empty(len(groups), np.uint32)
@@ -145,7 +148,7 @@ class Origins:
         return found
 
     def number_of(self, raw: bytes) -> int:
-        """Return the number of the origin `raw`, 50 bytes in the form of `Origins.raw`; a new origin gets a new
+        """Return the number of the origin `raw`, 50 bytes: fingerprint, tenant, layer group. A new origin gets a new
         number.
         """
         with self._lock:
@@ -161,8 +164,8 @@ class Origins:
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge of the records of one slab file of `length_bytes`. `checksums` must not be used by another thread
-    meanwhile.
+    """A judge of the records of one slab file, which has `superblock` and is `length_bytes` bytes long. It uses
+    `checksums`, which no other thread may use meanwhile, and `origins`, a table of tenants and fingerprints.
     """
 
     superblock: Superblock
@@ -172,7 +175,8 @@ class Judge:
 
     def judge(self, first: int, records: Array, room: LiveBlocks) -> list[Verdicts]:
         """Judge `records`, uint64 (n, 32), of the slots from number `first` on. Return the verdicts in pieces of up to
-        4096 slots. The stored blocks of a piece are written to `room`, from the place of its first slot on."""
+        4096 slots. The stored blocks of a piece are written to the arrays `room`, from the place of the piece's first
+        slot on."""
         begins = range(0, len(records), BATCH_RECORDS)
         return [
             self._judge(first + begin, records[begin : begin + BATCH_RECORDS], room.part(slice(begin, None)))

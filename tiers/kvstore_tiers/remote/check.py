@@ -24,8 +24,8 @@ PATIENCE_S = 20.0
 
 @lru_cache(16)
 def mistake_in(url: str) -> str:
-    """Return a sentence about what is wrong with the `url` of a remote store; "" if nothing is, or if the library that
-    could tell is missing.
+    """Return a sentence about what is wrong with the `url` of a remote store. Return "" if the URL is right, if the
+    store's library is missing, or if the check takes too long.
     """
     command = [sys.executable, "-m", "kvstore_tiers.remote.check"]
     try:

@@ -23,19 +23,19 @@ NAME_CHARACTERS = 48  # lower-case hexadecimal digits
 
 
 class MemoryHeld(TimeoutError):
-    """An error: a read was given up, but its library may still write to the memory. The process must end before that
-    memory is used again.
+    """An error: a read took too long and was given up, but the store's library may still write to the memory for the
+    value. The process must end before that memory is used again.
     """
 
 
 class CannotOpen(ValueError):
-    """An error: the library understands the URL but cannot open the store, for example because a credential is
+    """An error: the store's library understands the URL but cannot open the store, for example because a credential is
     missing.
     """
 
 
 class Placed(NamedTuple):
-    """The name of a value in a remote store, and the memory to read it into or write it from."""
+    """A value of a remote store: its `name`, and the `memory` to read it into or write it from."""
 
     name: str
     memory: memoryview
@@ -59,39 +59,44 @@ class Driver(ABC):
     reads_at_once: int = 2
 
     def lend(self, memory: memoryview) -> None:  # noqa: B027  # optional
-        """Give the driver the `memory` in which all later values lie, so that its library may register it. It is called
-        once, before all else.
+        """Receive the `memory` in which all values of later calls are, so that the library may register it. The caller
+        calls it once, before all other methods.
         """
 
     def follow(self, owner: str, generation: int) -> None:  # noqa: B027  # optional
-        """Tell the driver that this process acts for `owner` with number `generation`, and that the owner's processes
-        with lower numbers are dead. It is called once, before the first operation. A removal must also end what those
-        processes left under way.
+        """Receive the name `owner` of the tier that this process works for, and the number `generation` of this
+        process. The owner's processes with lower numbers are dead. The caller calls it once, before the first
+        operation. A removal must also stop the writes that those dead processes left under way.
         """
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Return the bytes of the value of each name, in the order of `names`; 0 for a missing one."""
+        """Return the length in bytes of each value that `names` lists, in that order; 0 for a value that the store does
+        not have.
+        """
 
     @abstractmethod
     def read(self, wanted: Sequence[Placed]) -> list[int]:
-        """Copy each value of `wanted` to the front of its memory. Return the length of each, 0 for a missing one. A
-        value longer than its memory is not copied.
+        """Copy each value of `wanted` to the beginning of its memory. Return the length in bytes of each value, 0 for
+        one that the store does not have. A value that is longer than its memory is not copied, but its length is
+        returned.
         """
 
     @abstractmethod
     def write(self, values: Sequence[Placed]) -> list[WriteResult]:
-        """Store each of `values` whose name is free, and return a result for each. Of several writers of one name,
-        exactly one gets STORED. The driver keeps no view of the memory.
+        """Store each of `values` whose name has no value yet, and return a result for each. If several writers write
+        one name, exactly one of them gets STORED. The driver keeps no reference to the memory.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Delete the values `names`. After this call no client can read them, and the store keeps no bytes of them."""
+        """Delete the values called `names`. After this call no client can read them, and the store keeps no bytes of
+        them.
+        """
 
     def evict(self, names: Sequence[str]) -> None:
-        """Drop the values `names` to make room. This client no longer finds them; the store may keep the bytes for a
-        while.
+        """Drop the values called `names` to make room in the store. This client no longer finds them; the store may
+        keep the bytes for a while.
         """
         self.remove(names)
 

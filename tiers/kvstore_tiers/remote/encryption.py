@@ -20,8 +20,8 @@ _TENANTS_KEPT = 1024
 
 
 class Sealer:
-    """An encryptor of block images for a remote store, by keys made from `secret`, 32 bytes of the node or the
-    cluster.
+    """An encryptor and decryptor of block images (a block's header and payload) for a remote store. Its keys are made
+    from `secret`, 32 bytes that the node or the cluster keeps.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -35,12 +35,15 @@ class Sealer:
         self._tenant_key = tenant_key
 
     def value_name(self, name: bytes) -> str:
-        """Return the name under which the store gets the object `name` (32 bytes). It does not reveal `name`."""
+        """Return the name in the remote store of the object `name`, 32 bytes that the daemon uses. It cannot be turned
+        back into `name`.
+        """
         return hashlib.blake2b(name, key=self._name_key, digest_size=NAME_CHARACTERS // 2).hexdigest()
 
     def seal(self, name: bytes, image: memoryview, value: memoryview, *, plain: bool) -> None:
-        """Write the value for the store into `value`, which has the right size: `image` encrypted or, if `plain`, as it
-        is. A plain image must lie at its place in `value` already.
+        """Write into `value` what the store keeps for the block `image`: the image encrypted or, if `plain`, unchanged,
+        with a head and an end. `name` is the object's name of 32 bytes. `value` has the right size; a plain image must
+        be at its place in `value` already.
         """
         if plain:
             HEAD.pack_into(value, 0, MAGIC, VERSION, PLAIN, 0, len(image), bytes(16), bytes(12), 0)
@@ -51,8 +54,9 @@ class Sealer:
         self._cipher(name, salt).encrypt_into(nonce, image, bytes(value[:HEAD_BYTES]) + name, value[HEAD_BYTES:])
 
     def open(self, name: bytes, value: memoryview, image: memoryview, *, plain: bool) -> memoryview:
-        """Return the block image in `value`, decrypted into `image`, or in place if it was stored plain. `plain` says
-        if a plain value is accepted. Raises DamagedObject.
+        """Return the block image in the stored `value` of the object `name`: decrypted into the memory `image`, or, if
+        it was stored plain, as a part of `value`. With `plain` False a plain value is refused. Raises DamagedObject for
+        a value that was changed, cut or belongs to another object.
         """
         if len(value) < HEAD_BYTES + TAG_BYTES:
             raise DamagedObject(f"the value has {len(value)} bytes, less than an envelope")

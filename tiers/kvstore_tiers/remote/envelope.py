@@ -33,5 +33,7 @@ assert HEAD.size == HEAD_BYTES
 
 
 def value_bytes(image_bytes: int) -> int:
-    """Return the bytes of the value in which a block image of `image_bytes` is stored, encrypted or plain."""
+    """Return the bytes of the value that a remote store keeps for a block image of `image_bytes` bytes, encrypted or
+    plain: the image with a head and an end.
+    """
     return HEAD_BYTES + image_bytes + TAG_BYTES

@@ -33,9 +33,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """The settings of a remote tier's worker process. `secret` is the node's or cluster's, in hex. `readers` and
-    `writers` are numbers of threads. `owner` is a name that only the workers of this tier share, `generation` the
-    number of earlier ones.
+    """The settings of a remote tier's worker process. `secret`, in hex, is the secret of the node or cluster, from
+    which keys are made. `readers` and `writers` are numbers of threads. `owner` is a random name that all worker
+    processes of this tier share; `generation` is the number of worker processes before this one.
     """
 
     url: str
@@ -156,8 +156,8 @@ class _Running:
 
 
 class RemoteWorkerProcess:
-    """The worker process of the remote tier `name`, which calls the store's library. It shares the memory `memory_fd`
-    with the daemon, and is replaced when it dies.
+    """The worker process of the remote tier `name`, which calls the store's library, as the daemon sees it. The process
+    maps the memory behind the descriptor `memory_fd`, like the daemon. When it dies, the next call starts another.
     """
 
     def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
@@ -172,19 +172,19 @@ class RemoteWorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """True if the present worker process has opened the store's driver."""
+        """True if the present worker process is alive and has opened the store's driver."""
         running = self._running
         return running is not None and running.is_ready
 
     @property
     def pid(self) -> int | None:
-        """The process number of the present worker; None if it is dead."""
+        """The process number of the present worker; None if the worker is dead or the tier closed."""
         running = self._running
         return running.pid if running is not None and not running.is_dead else None
 
     def call(self, message: Message) -> Message:
-        """Send `message` to the worker and return its answer. Raises OSError if the request fails or there is no
-        worker.
+        """Send the request `message` to the worker and return its answer. Raises OSError if the request fails, or if
+        the worker dies or does not answer in time.
         """
         answer = self._worker().call(message, self._settings.timeout_s + SPARE_S)
         if "error" in answer:

@@ -23,7 +23,7 @@ READERS, WRITERS = 2, 2  # threads of the worker
 
 
 class Exchange:
-    """Shared memory of `nbytes`, mapped here as `memory`; another process maps it by the descriptor `fd`."""
+    """Shared memory of `nbytes` bytes, mapped here as `memory`. Another process maps it by the descriptor `fd`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -61,8 +61,10 @@ class _ImagePlace(NamedTuple):
 
 
 class RemoteStore(ObjectStore):
-    """An object store that calls the remote store at `url` through a worker process. `secret` is the node's or
-    cluster's. `is_plain(digest)` tells if a tenant wants its blocks stored without encryption.
+    """An object store, for a key-addressed tier, that reaches the remote store at `url` through a worker process.
+    Values pass through `exchange_bytes` of shared memory. `secret` is the secret of the node or cluster, from which
+    keys are made. `is_plain(digest)` returns True if the tenant with this digest wants its blocks stored without
+    encryption.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class RemoteStore(ObjectStore):
 
     @property
     def restarts(self) -> int:
-        """The number of times that the worker process was restarted since the tier was opened."""
+        """The number of times that a new worker process was started in place of a dead one."""
         return self._worker.restarts
 
     def sizes(self, names: Sequence[bytes]) -> list[int]:

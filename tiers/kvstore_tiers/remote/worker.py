@@ -37,7 +37,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteWorker:
-    """The main object of the process that calls a remote store's driver. `memory` is shared with the daemon."""
+    """The worker process of a remote tier, as an object: it reads the daemon's requests from `connection`, calls the
+    store's `driver`, and answers. Values are exchanged in `memory`, which the daemon maps too. `sealer` encrypts them.
+    """
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
         self._connection = connection
@@ -48,7 +50,9 @@ class RemoteWorker:
         self._queues: dict[str, SimpleQueue[Message]] = {kind: SimpleQueue() for kind in ("read", "write", "ask")}
 
     def run(self, readers: int, writers: int) -> None:
-        """Carry out requests with `readers` and `writers` threads until the daemon closes the connection."""
+        """Serve the daemon's requests until it closes the connection, with `readers` threads for reads and `writers`
+        threads for writes and removals.
+        """
         for kind, count, most, serve in (
             ("read", readers, 1, self._read),
             ("write", writers, WRITE_BATCH, self._write),

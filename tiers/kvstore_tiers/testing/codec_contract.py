@@ -39,7 +39,7 @@ UNKNOWN = 253  # a number that no codec has
 
 
 class CodecContract(ABC):
-    """A test suite that every codec must pass. A subclass makes the codec."""
+    """A test suite that every codec (an encoder of block payloads) must pass. A subclass defines `make_codec`."""
 
     @abstractmethod
     def make_codec(self) -> Codec: ...
@@ -215,7 +215,7 @@ class CodecContract(ABC):
 
     def _refused(self, path: Path, spoil: Callable[[Bytes, BlockHeader], None], kind: OutcomeKind, why: str) -> None:
         """Store an image that `spoil` has changed, read it from each tier, and expect the outcome `kind` with `why` in
-        its message. A tier stores whatever image it is given."""
+        its message. A tier stores any image that it is given."""
         for tier in self._tiers(path):
             with closing(tier):
                 codec = self.make_codec()

@@ -24,15 +24,17 @@ PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page
 
 
 class TierContract:
-    """A test suite that every tier must pass. A subclass's `make_tier` opens an empty tier of about `capacity_bytes`;
-    each test closes the tier that it made.
+    """A test suite that every tier must pass. A subclass defines `make_tier`, which opens an empty tier of about
+    `capacity_bytes` bytes; each test closes the tier that it opened.
     """
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         raise TypeError("a subclass of TierContract must define make_tier")
 
     def verifies_writes(self, tier: Tier) -> bool:
-        """Return True if `tier` compares the bytes that it stored with the checksum that the caller gave."""
+        """Return True if `tier` compares the bytes that it stores with the checksum that its caller gives, and refuses
+        a write that differs.
+        """
         return False
 
     def test_a_block_comes_back_as_it_was_written(self) -> None:

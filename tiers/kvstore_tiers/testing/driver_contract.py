@@ -33,12 +33,16 @@ def new_names(count: int) -> list[str]:
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Return `nbytes` random bytes that include zeros and line ends, as `seed` determines."""
+    """Return `nbytes` pseudo-random bytes, with zeros and line ends among them. Calls with equal arguments return equal
+    bytes.
+    """
     return np.random.default_rng((seed, nbytes)).bytes(nbytes)
 
 
 class Lent:
-    """A driver of a remote store with the memory that was lent to it, through which all its values pass."""
+    """A driver of a remote store for a test, together with `lent_bytes` of memory that was lent to it. All values that
+    the test writes or reads are in this memory.
+    """
 
     def __init__(self, driver: Driver, lent_bytes: int = LENT_BYTES) -> None:
         self.driver = driver
@@ -48,7 +52,7 @@ class Lent:
         driver.lend(self._memory)
 
     def piece(self, nbytes: int) -> memoryview:
-        """Return `nbytes` of the lent memory that no other caller has."""
+        """Return a part of `nbytes` bytes of the lent memory that no earlier call returned."""
         with self._lock:
             start, self._taken = self._taken, self._taken + nbytes
         assert self._taken <= len(self._memory), "the test needs more lent memory"
@@ -67,7 +71,7 @@ class Lent:
         return self.driver.write([Placed(name, self.filled(value)) for name, value in zip(names, values, strict=True)])
 
     def read(self, name: str, room: int) -> bytes | None:
-        """Return the value called `name`, of at most `room` bytes; None if the store has none."""
+        """Return the value called `name`; None if the store has none. It may have at most `room` bytes."""
         (value,) = self.read_all([name], [room])
         return value
 
@@ -78,8 +82,8 @@ class Lent:
 
 
 class DriverContract:
-    """A test suite that every driver of a remote store must pass. A subclass's `make_driver` opens one more driver of
-    one store; each test closes the drivers that it made.
+    """A test suite that every driver of a remote store must pass. A subclass defines `make_driver`. Each call of it
+    opens another driver of the same store; the tests close them.
     """
 
     def make_driver(self) -> Driver:

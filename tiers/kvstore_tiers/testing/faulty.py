@@ -36,13 +36,13 @@ Action = Literal["fail", "delay", "corrupt", "hang", "refuse"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of the plan: it applies to the uses of `operation` from number `at` to number `until`, counted from 1;
-    `until` 0 means for ever.
+    """One fault of a `FaultyTier`: the `action` that spoils the uses of `operation` from number `at` to number `until`,
+    counted from 1. With `until` 0 it never ends.
 
-    `fail`: FAILED with `errno`; the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
-    CORRUPT, regardless of the inner tier's outcome. `hang`: the completion comes at `let_go`, as FAILED, or at `close`,
-    as CANCELLED. `refuse`: `allocate` finds no room. `write` stands for `move_in` and `loader`, `read` for `move_out`
-    and `lend`. `gone` and `hung` make the plans of media that answer with errors alone, or not at all.
+    `fail`: the operation ends as FAILED with `errno`, and the inner tier does nothing. `delay`: its end is reported
+    `delay_s` seconds later. `corrupt`: it ends as CORRUPT, also if the inner tier succeeds. `hang`: it ends at
+    `let_go`, as FAILED, or at `close`, as CANCELLED. `refuse`: `allocate` finds no room. The operation "write" includes
+    `move_in` and `loader`, "read" includes `move_out` and `lend`.
     """
 
     operation: Operation
@@ -54,17 +54,19 @@ class Fault:
 
 
 def gone(number: int = errno.EIO) -> tuple[Fault, ...]:
-    """Return the faults of a medium that answers every operation with the error `number`."""
+    """Return the faults of a device on which every operation fails with the error `number`."""
     return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 def hung() -> tuple[Fault, ...]:
-    """Return the faults of a medium that answers no operation any more."""
+    """Return the faults of a device on which no operation ever ends."""
     return tuple(Fault(operation, "hang") for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 class FaultyTier(Tier):
-    """A tier for tests that passes everything to `inner`, except for the uses of its operations that `faults` spoil."""
+    """A tier for tests that passes every operation to the tier `inner`, except for the operations that `faults`
+    spoil.
+    """
 
     def __init__(self, inner: Tier, faults: Sequence[Fault] = ()) -> None:
         self.inner = inner
@@ -76,13 +78,13 @@ class FaultyTier(Tier):
         self._timers: list[threading.Timer] = []
 
     def plan(self, *faults: Fault) -> None:
-        """Replace the faults by `faults`, and count the uses of operations from 1 again."""
+        """Replace the planned faults by `faults`, and count the uses of each operation from 1 again."""
         with self._lock:
             self._faults = faults
             self._uses.clear()
 
     def let_go(self) -> None:
-        """End the operations that hang with FAILED, as a device does that comes back after a reset."""
+        """End all hanging operations as FAILED, like a device that was reset."""
         with self._lock:
             hanging, self._hanging = self._hanging, []
         for done in hanging:
@@ -154,7 +156,7 @@ class FaultyTier(Tier):
             self.inner.sync(passed)
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        """Probe the inner tier. Only a `thorough` probe is subject to the faults."""
+        """Check that the inner tier works. Planned faults spoil only a `thorough` check."""
         if passed := self._apply("probe", done) if thorough else done:
             self.inner.probe(passed, thorough=thorough)
 

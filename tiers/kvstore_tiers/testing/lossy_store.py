@@ -11,11 +11,12 @@ from kvstore_tiers.objects import DamagedObject, Found, ObjectStore
 
 
 class LossyStore(ObjectStore):
-    """An object store with faults. Each operation takes `latency_s`. `seed` draws which writes are lost although they
-    are answered, which are stored with a flipped bit, and which are refused with OSError, by shares between 0 and 1;
-    reads and questions are refused with the last share.
+    """An object store for tests that loses, damages and refuses objects. Each operation takes `latency_s` seconds.
+    Writes are answered but lost with probability `lost`, and stored with a flipped bit with probability `damaged`.
+    Every operation raises OSError with probability `refused`. `seed` determines these faults.
 
-    `hang` makes every operation wait until `let_go`. Objects outlive `close`: another tier over this store has them.
+    `hang` makes every operation wait until `let_go` is called. The objects outlive `close`, so that another tier over
+    this store has them.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Encoded, Undecodabl
 
 
 def allow_made_up_codec() -> None:
-    """Register the codec of the tests in this process and in the processes that it starts."""
+    """Make the codec for tests usable in this process and in the processes that it starts."""
     os.environ[TESTING_ENVIRONMENT] = "1"
 
 
@@ -31,7 +31,7 @@ _FASTEST = 1
 
 
 class MadeUpCodec(Codec):
-    """A simple codec for tests."""
+    """A codec for tests, whose output has a length that cannot be predicted: it deflates a payload and adds padding."""
 
     name: ClassVar[str] = "made-up"
     number: ClassVar[int] = 255

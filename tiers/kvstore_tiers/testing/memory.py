@@ -35,8 +35,8 @@ from kvstore_tiers.threads import ResidentThreads
 
 
 class MemoryTier(Tier):
-    """A tier for tests that keeps `capacity_bytes` of slots in Python objects. `memory` is the kind of memory that it
-    pretends to be.
+    """A tier for tests that keeps up to `capacity_bytes` bytes of blocks in Python objects. `memory` is the kind of
+    memory that it reports as its own.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory", memory: MemoryKind = MemoryKind.SYSTEM) -> None:

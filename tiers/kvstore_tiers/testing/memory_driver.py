@@ -12,8 +12,8 @@ from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 
 
 class MemoryStore:
-    """A remote store for tests that keeps at most `capacity_bytes` of values in this process. When it is full it
-    refuses values or, with `evicts`, drops the oldest.
+    """A remote store for tests that keeps up to `capacity_bytes` bytes of values in this process. A full store refuses
+    new values or, with `evicts`, drops the oldest ones.
     """
 
     def __init__(self, capacity_bytes: int = 1 << 30, *, evicts: bool = False) -> None:
@@ -42,7 +42,7 @@ class MemoryStore:
 
 
 class MemoryDriver(Driver):
-    """A client of the test store `store`. Its calls raise ConnectionError while the store is set to be unreachable."""
+    """A driver of the test store `store`. Its calls raise ConnectionError while the store's `is_reachable` is False."""
 
     def __init__(self, store: MemoryStore, largest_value_bytes: int = 64 << 20) -> None:
         self.largest_value_bytes = largest_value_bytes

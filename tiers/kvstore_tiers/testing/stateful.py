@@ -25,8 +25,9 @@ OWNERS = ("", "tenant-a")
 def tier_state_machine(
     make_tier: Callable[[], Tier], reopen: Callable[[Tier], Tier] | None = None
 ) -> type[RuleBasedStateMachine]:
-    """Return a Hypothesis state machine that tests the tier that `make_tier` opens; its `.TestCase` is a test.
-    `reopen`, for durable tiers, closes a tier and opens it again, after which synced blocks must be there.
+    """Return a Hypothesis state machine that does random operations on a tier that `make_tier` opens and compares it
+    with a dictionary. Its attribute `TestCase` is a test. `reopen` is for durable tiers: it closes a tier and opens it
+    again, after which all synced blocks must be there.
     """
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

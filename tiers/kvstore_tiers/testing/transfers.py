@@ -23,13 +23,16 @@ PATIENCE_S = 60.0
 
 
 def finish(start: Callable[[Completion], None]) -> Outcome:
-    """Call `start` with a completion, wait for the transfer's end, and return its outcome."""
+    """Start a transfer of a tier, wait until it has ended, and return its outcome. `start(done)` starts it; the tier
+    calls `done` at its end.
+    """
     return finish_all([start])[0]
 
 
 def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
-    """Start all transfers of `starts`, wait for them, and return their outcomes in order. Raises AssertionError if one
-    never ends or ends twice.
+    """Start several transfers of a tier, wait until all have ended, and return their outcomes in the order of `starts`.
+    Each function in `starts` gets a completion, which the tier calls at the transfer's end. Raises AssertionError if a
+    transfer never ends or ends twice.
     """
     ended: list[tuple[int, Outcome]] = []
     all_ended = threading.Event()
@@ -48,8 +51,8 @@ def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
 
 
 def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:
-    """Return header and payload of test block `number`, with `payload_bytes` bytes that follow from the number and the
-    size.
+    """Return the header and the payload of the test block `number`. The payload's `payload_bytes` bytes are determined
+    by the number and the size; `tokens` is the number of its tokens.
     """
     payload = np.random.default_rng([number, payload_bytes]).integers(0, 256, payload_bytes, dtype=np.uint8)
     header = BlockHeader(
@@ -66,8 +69,8 @@ def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHea
 
 
 def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
-    """Return header and payload of test block `number`, of whose payload none, half or all is one repeated pattern,
-    which codecs make small."""
+    """Return the header and the payload of the test block `number`. Depending on the number, none, half or all of the
+    payload is one pattern again and again, which codecs make small."""
     header, payload = block(number, payload_bytes)
     repeated = payload_bytes * (number // 2 % 3) // 2
     payload[:repeated] = np.resize(payload[:16], repeated)
@@ -75,7 +78,9 @@ def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, By
 
 
 def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
-    """Return the slot image (header page and payload) of a block that is stored without a codec."""
+    """Return the slot image (header page and payload) of a block that is stored without a codec, in a buffer of the
+    slot's size.
+    """
     image = AlignedBuffer(slot_bytes(payload.nbytes))
     if payload.nbytes:
         view_at(image.address + HEADER_BYTES, payload.nbytes)[:] = payload
@@ -112,8 +117,8 @@ def put_encoded(
 
 
 def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
-    """Allocate a slot of `tier`, write the block and return the slot; None if there is no room. Raises AssertionError
-    if the write fails.
+    """Allocate a slot of `tier` for `owner`, write the block into it and return the slot. Return None if the tier has
+    no room. Raises AssertionError if the write fails.
     """
     slot = tier.allocate(slot_bytes(payload.nbytes), owner)
     if slot is not None:
@@ -123,7 +128,9 @@ def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slo
 
 
 def get(tier: Tier, slot: Slot, key: bytes, payload_bytes: int) -> tuple[Outcome, Bytes]:
-    """Read the block `key` of `payload_bytes` bytes from `slot`. Return the outcome and the bytes."""
+    """Read the block with the key `key` and `payload_bytes` bytes from `slot` of `tier`. Return the outcome of the read
+    and the bytes.
+    """
     destination = np.zeros(payload_bytes, dtype=np.uint8)
     return finish(lambda done: tier.read(slot, key, [segment_of(destination)], done)), destination
 

@@ -55,8 +55,8 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCrossover:
-    """The load from which on attention in one pass (V1) is faster than in partitions (V2), in thread blocks for each
-    multiprocessor.
+    """The load at which attention in one pass (kernel V1) becomes faster than attention in partitions of the context
+    (kernel V2). The load is counted in CUDA thread blocks for each multiprocessor of the device.
     """
 
     blocks_per_multiprocessor: float = 2.0
@@ -64,11 +64,12 @@ class AttentionCrossover:
 
 @dataclass(frozen=True, slots=True)
 class KernelRows:
-    """The rows of a step, in memory of the device.
+    """The rows (new tokens) of a step for which attention is computed. All arrays are in memory of the device.
 
-    sequences: int32 [count], each row's line in `tables`. contexts: int32 [count], the tokens up to the row's own,
-    which are in the cache; 0 gives zeros. tables: int32 [sequences, table_stride], block ids. longest_context: at least
-    the greatest of `contexts`, known on the host.
+    sequences: int32 [count], the line of `tables` for each row. contexts: int32 [count], the number of cached tokens
+    that each row may see, up to its own; with 0 the row's result is zeros. tables: int32 [sequences, table_stride], the
+    numbers of each sequence's cache blocks. longest_context: a number of tokens that none of `contexts` exceeds, known
+    on the host.
     """
 
     count: int
@@ -80,8 +81,9 @@ class KernelRows:
 
 
 class PagedAttention:
-    """The CUDA attention kernels for one shape of K/V cache. `tile` is the number of keys that are staged at a time; 0
-    chooses.
+    """A launcher of the CUDA attention kernels for K/V caches of one `shape`. `tile` is the number of keys that a
+    thread block loads into shared memory at a time (0: as many as fit), `partition_keys` the number of keys in a
+    partition of the context. `crossover` is the load from which on one pass is used.
     """
 
     def __init__(
@@ -112,16 +114,22 @@ class PagedAttention:
         )
 
     def version(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """Return which kernel `attend` runs by default for `rows` rows: 1 (one pass) or 2 (in partitions)."""
+        """Return which kernel `attend` chooses for `rows` rows whose longest context has `longest_context` tokens: 1
+        (one pass over the context) or 2 (in partitions, which are merged).
+        """
         fills = self.blocks_per_multiprocessor(rows) >= self._crossover.blocks_per_multiprocessor
         return 1 if fills or self._partitions(longest_context, kind) == 1 else 2
 
     def blocks_per_multiprocessor(self, rows: int) -> float:
-        """Return how many thread blocks each multiprocessor of the device gets in one pass over `rows` rows."""
+        """Return how many CUDA thread blocks each multiprocessor of the device gets when one pass over `rows` rows is
+        launched.
+        """
         return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """Return the bytes of device memory that attention in partitions (version 2) needs beside its result."""
+        """Return the bytes of device memory that attention in partitions (version 2) needs for `rows` rows beside its
+        result. `longest_context` is the longest context in tokens.
+        """
         records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
         return 4 * records * (self.shape.head_dim + 1)
 
@@ -129,11 +137,12 @@ class PagedAttention:
         self, queries: Any, output: Any, planes: tuple[Any, Any], rows: KernelRows, *, kind: LayerAttention = _PLAIN,
         scratch: Any = None, version: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> int:  # fmt: skip
-        """Queue attention of `rows`; return the chosen version.
+        """Queue the attention of `rows` on the device and return the version of the kernel that was chosen, 1 or 2.
 
         queries, output: [rows, query_heads, head_dim] of the compute type. planes: the layer's K and V, [blocks,
-        block_bytes]. scratch: `scratch_bytes`, which V2 needs. version: 0 chooses; a given one makes a row's bits
-        independent of the other rows. Raises ValueError, CudaError.
+        block_bytes] each. kind: the layer's settings. scratch: memory of `scratch_bytes` bytes, which version 2 needs.
+        version: 0 chooses; with a given one the bits of a row do not depend on the other rows. stream: the CUstream's
+        address. Raises ValueError, CudaError.
         """
         if version not in (0, 1, 2):
             raise ValueError(f"version {version}: 0 chooses, 1 is one pass, 2 is in partitions")

@@ -35,10 +35,12 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Runs of blocks that are consecutive on both sides. Block sizes are multiples of 16 bytes; ValueError for others.
+    """A list of copies between cache blocks, in runs: a run copies `count` consecutive blocks to consecutive places.
+    Raises ValueError unless `block_bytes` is a multiple of 16.
 
-    runs: int32 [n, 4]: payload (0 within the pool), first block there (or source), first block in the pool (or target),
-    count.
+    runs: int32 [n, 4], for a copy between a payload (the memory of one storage block) and the pool: number of the
+    payload, first block in the payload, first block in the pool, count. For a copy within the pool: 0, first source
+    block, first target block, count.
     """
 
     runs: Int32Array
@@ -51,8 +53,8 @@ class BlockRuns:
 
     @classmethod
     def of_payloads(cls, tables: Int32Array, block_bytes: int) -> BlockRuns:
-        """Return the runs for copies between the pool and payloads. `tables` has the pool blocks of each payload, int32
-        [payloads, blocks_per_payload].
+        """Return the runs for copies between the pool and payloads (each the memory of one storage block). `tables` has
+        the numbers of the pool blocks of each payload, int32 [payloads, blocks_per_payload].
         """
         payloads, width = tables.shape
         first = np.repeat(np.arange(payloads), width), np.tile(np.arange(width), payloads)
@@ -62,8 +64,8 @@ class BlockRuns:
 
     @classmethod
     def within(cls, sources: Int32Array, targets: Int32Array, block_bytes: int) -> BlockRuns:
-        """Return the runs for copying block sources[i] over block targets[i]. Raises ValueError if a block is named
-        twice.
+        """Return the runs for copying pool block sources[i] over pool block targets[i]. Raises ValueError if a block is
+        named twice, or if `sources` and `targets` differ in length.
         """
         named = np.concatenate((sources, targets))
         if len(sources) != len(targets) or len(np.unique(named)) != len(named):
@@ -74,7 +76,9 @@ class BlockRuns:
 
     @property
     def first_pieces(self) -> Int32Array:
-        """The number of pieces of PIECE_BYTES bytes that precede each run, and in all, int32 [n + 1]."""
+        """The cumulated sizes of the runs, int32 [n + 1]: entry i is the number of pieces of PIECE_BYTES bytes in all
+        runs before run i, the last entry their number in all runs.
+        """
         pieces = -(-self.runs[:, 3].astype(np.int64) * self.block_bytes // PIECE_BYTES)
         return np.concatenate(([0], np.cumsum(pieces))).astype(np.int32)
 
@@ -86,8 +90,8 @@ def _merged(is_start: npt.NDArray[np.bool_], *sides: npt.NDArray[np.signedintege
 
 
 class BlockMover:
-    """A launcher of CUDA kernels that copy pool blocks. `blocks` is the number of thread blocks; few leave the device
-    to a step that runs meanwhile.
+    """A launcher of the CUDA kernels that copy blocks of the K/V pool. `blocks` is the number of CUDA thread blocks
+    that copy at a time: with few, a step that runs meanwhile is slowed little.
     """
 
     def __init__(self, launcher: Launcher, *, blocks: int = 0) -> None:
@@ -96,16 +100,19 @@ class BlockMover:
         self._blocks = blocks or 2 * launcher.multiprocessors
 
     def gather(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue a copy of blocks of the pool into payloads.
+        """Queue a copy of blocks of the pool into payloads (each the memory of one storage block), as `runs` say.
 
-        planes, payloads: uint64 arrays of addresses that the device can read (its own memory, or registered host
-        memory); the arrays of addresses themselves must be readable too. on_device: `runs.runs` and `runs.first_pieces`
-        there. options: `plane_count`, and `stream`.
+        planes, payloads: arrays of uint64 addresses of the pool's planes and of the payloads. The device must be able
+        to read the arrays and the memory behind the addresses: its own memory, or registered host memory. on_device:
+        copies of `runs.runs` and `runs.first_pieces` in device memory. options: `plane_count`, the number of planes,
+        and `stream`.
         """
         self._launch("kv_gather_blocks", planes, payloads, runs, on_device, **options)
 
     def scatter(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue copies of payloads into blocks of the pool. See `gather` for the parameters."""
+        """Queue copies of payloads (each the memory of one storage block) into blocks of the pool, as `runs` say. See
+        `gather` for the parameters.
+        """
         self._launch("kv_scatter_blocks", planes, payloads, runs, on_device, **options)
 
     def move(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
@@ -115,8 +122,8 @@ class BlockMover:
         self._launch("kv_move_blocks", planes, 0, runs, on_device, **options)
 
     def swap(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue exchanges of the contents of source and target blocks in every plane, as `runs` say. See `gather` for
-        the parameters.
+        """Queue exchanges in every plane: each source block of `runs` gets the content of its target block, and the
+        reverse. See `gather` for the parameters.
         """
         self._launch("kv_swap_blocks", planes, 0, runs, on_device, **options)
 

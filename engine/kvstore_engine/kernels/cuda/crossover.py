@@ -37,8 +37,10 @@ _log = logging.getLogger(__name__)
 def settled(
     attention: PagedAttention, architecture: str, device: str, measure: Callable[[], AttentionCrossover]
 ) -> AttentionCrossover:
-    """Return the crossover set in the environment, or an earlier measurement for this `architecture` and `device`, or
-    the result of `measure`; the default if measuring fails. Raises UsageError for a wrong setting.
+    """Return the crossover, the load from which on attention in one pass is used instead of attention in partitions. An
+    environment variable sets it; otherwise an earlier measurement for this `architecture` and `device` is used;
+    otherwise the result of `measure`, or the default if measuring fails. Raises UsageError for a wrong value of the
+    variable.
     """
     asked = _asked()
     if asked is not None:
@@ -58,16 +60,18 @@ def settled(
 
 
 def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> AttentionCrossover:
-    """Return the crossover that the `ratios` of `pass_ratios` show. If partitions were faster for all rows that were
-    tried, twice the largest number counts.
+    """Return the crossover that `ratios` show, which `pass_ratios` measured: the load with the least number of rows
+    from which on one pass is never slower than partitions. If one pass was slower for the largest number, twice that
+    number is used.
     """
     rows = least_rows(ratios) or 2 * max(ratios)
     return AttentionCrossover(attention.blocks_per_multiprocessor(rows))
 
 
 def least_rows(ratios: Mapping[int, float]) -> int | None:
-    """Return the least number of rows from which on one pass is never slower than partitions, by `ratios` (rows to time
-    ratio); None if it is slower for the largest number.
+    """Return the least number of rows from which on attention in one pass is never slower than in partitions; None if
+    one pass is slower for the largest number. `ratios` has the time of one pass divided by the time of partitions, by
+    number of rows.
     """
     least = None
     for rows in sorted(ratios, reverse=True):
@@ -81,10 +85,12 @@ def pass_ratios(
     attention: PagedAttention, planes: tuple[Any, Any], place: Place, seconds: Callable[[Queue], float], *,
     blocks: int, rows: Sequence[int], context: int = CONTEXT,
 ) -> dict[int, float]:  # fmt: skip
-    """Return the time of one pass as a multiple of the time of partitions, by number of rows, each of its own sequence.
+    """Measure attention for each number in `rows`, each row in a sequence of its own of `context` tokens. Return by
+    number of rows the time of one pass divided by the time of partitions.
 
-    planes: K and V of `blocks` blocks, which are read and hold any numbers. place: makes a copy of an array in the
-    device's memory. seconds: measures the work that is queued on a stream. Raises their errors.
+    planes: K and V memory of `blocks` blocks, which the measurement reads; any numbers will do. place: copies an array
+    into memory of the device. seconds: returns the time of the work that a function queues on a stream. Raises the
+    errors of both.
     """
     shape, most = attention.shape, max(rows)
     width = -(-context // shape.block_tokens)

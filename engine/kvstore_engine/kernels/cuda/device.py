@@ -43,8 +43,9 @@ class CacheWindow:
     def of_blocks(
         cls, plane: int, block_bytes: int, blocks: npt.NDArray[np.int32], most_bytes: int
     ) -> CacheWindow | None:
-        """Return the range of the longest run of consecutive numbers among `blocks`, int32 [n], in the plane at the
-        address `plane`, cut to `most_bytes`. None if not even one block fits.
+        """Return the memory of the longest run of consecutive numbers among `blocks`, int32 [n], cut to `most_bytes`
+        bytes. `plane` is the address of the plane with these blocks of `block_bytes` bytes. Return None if not even one
+        block fits.
         """
         most = most_bytes // block_bytes if block_bytes > 0 else 0
         if most < 1 or not len(blocks):
@@ -56,8 +57,8 @@ class CacheWindow:
 
 
 class Device(CudaDevice, Launcher):
-    """The CUDA device number `index` as a launcher of kernels. Raises CudaError, with what to do, if it cannot be
-    used.
+    """The CUDA device number `index`, as a launcher of kernels. Raises CudaError if the device cannot be used; the
+    message says what to do.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -101,12 +102,14 @@ class Device(CudaDevice, Launcher):
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes that the device keeps in its L2 cache on request; 0 if it cannot."""
+        """The greatest size in bytes of a window (a range of device memory) that the device can keep in its L2 cache on
+        request; 0 if it cannot keep any.
+        """
         return self.attribute(_MOST_WINDOW) if self.attribute(_MOST_KEPT) else 0
 
     def set_aside_cache(self, nbytes: int) -> int:
-        """Reserve up to `nbytes` of the L2 cache for windows, and return how many bytes the device gives. 0 ends the
-        reservation.
+        """Reserve up to `nbytes` bytes of the L2 cache for windows (ranges of memory that stay in the cache), and
+        return how many bytes the device gives. With `nbytes` 0 the reservation ends.
         """
         self.use_in_this_thread()
         limit = self.driver.CUlimit(_KEPT_LIMIT)
@@ -118,8 +121,8 @@ class Device(CudaDevice, Launcher):
         return self._kept_bytes
 
     def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
-        """Let later launches on `stream` (not the default one) keep the memory `window` in the L2 cache; None ends
-        that. Raises CudaError.
+        """Set the range of memory `window` that later launches on `stream` keep in the L2 cache; None keeps no range
+        any more. `stream` must not be the default stream. Raises CudaError.
         """
         cuda = self.driver
         policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
@@ -133,8 +136,8 @@ class Device(CudaDevice, Launcher):
         self.call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def seconds(self, queue: Callable[[int], object]) -> float:
-        """Return the seconds that the device takes for the work that `queue(stream)` launches: the fastest of several
-        replays. Raises CudaError.
+        """Return the time in seconds that the device takes for the work that one call `queue(stream)` launches: the
+        fastest of several measured replays. Raises CudaError.
         """
         cuda = self.driver
         self.synchronize()  # what is read was written on other streams

@@ -26,7 +26,9 @@ class CudaError(OperationError):
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of stored numbers in csrc/elements.h. `scaled` says that each token and K/V head has a float scale."""
+    """A type of numbers in which K and V are stored; `type_name` is its name in csrc/elements.h, `nbytes` the size of
+    one number. `scaled`: a float scale is stored for each token and K/V head.
+    """
 
     type_name: str
     nbytes: int
@@ -47,11 +49,12 @@ BLOCK_TOKENS = range(8, 129)
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """A layer's K and V as the kernels read and write them. Raises ValueError for shapes that the kernels do not
-    support.
+    """The sizes and types of one layer's K and V, for the CUDA kernels. Raises ValueError for a shape that the kernels
+    do not support.
 
-    compute: type of queries, new keys and values, and results: "f32", "f16" or "bf16". cache: type of cached elements:
-    one of these, or "int8" or "fp8" (e4m3), which carry scales. block_tokens: tokens of an engine block, 8 to 128.
+    compute: the type of queries, new keys and values, and results: "f32", "f16" or "bf16". cache: the type of cached K
+    and V: one of these, or "int8" or "fp8" (e4m3), which are stored with scales. block_tokens: the tokens in an engine
+    block, a multiple of 4 from 8 to 128.
     """
 
     query_heads: int
@@ -84,13 +87,13 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of an engine block in one plane, its scales included."""
+        """The bytes of an engine block in one plane (the K or the V of one layer), with its scales."""
         row = self.head_dim * self.element.nbytes + (4 if self.element.scaled else 0)
         return self.block_tokens * self.kv_heads * row
 
 
 class KernelProgram(kvstore_cuda.compiler.Program):
-    """The source of a CUDA kernel with the constants of one cache shape."""
+    """A CUDA source file together with the constants with which it is compiled, such as the head size."""
 
     __slots__ = ()
 
@@ -113,7 +116,8 @@ class Launcher(ABC):
         self, program: KernelProgram, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
         *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> None:  # fmt: skip
-        """Queue `kernel` with thread blocks of THREADS on `stream`, a CUstream's address. Raises CudaError.
+        """Queue one launch of `kernel` of `program` on `stream`, a CUstream's address. `grid` counts the thread blocks,
+        of THREADS threads each, and `shared_bytes` is their shared memory. Raises CudaError.
 
         `argument` is copied before this returns; the memory that it points to must live until the kernel has run.
         """

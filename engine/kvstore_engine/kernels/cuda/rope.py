@@ -51,11 +51,12 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """A step's projections, in memory of the device.
+    """The queries, keys and values of a step's `count` new tokens. All arrays are in memory of the device.
 
-    queries, keys, values: [count, stride] of the compute type, each row with its heads first: separate arrays, or views
-    of one fused array. Strides are in elements; 0: no gap between rows. positions: int32 [count]. slots: int32 [count],
-    block id * block_tokens + place in the block; negative: a padding row, whose K and V are not stored.
+    queries, keys, values: [count, stride] of the compute type, each row with its heads first. They are separate arrays
+    or views of one fused array; a stride is in elements, and 0 means no gap between rows. positions: int32 [count], of
+    the tokens in their sequences. slots: int32 [count], the place in the cache: block number * block_tokens + offset in
+    the block. A negative slot marks a padding row, whose K and V are not stored.
     """
 
     count: int
@@ -70,20 +71,24 @@ class NewTokens:
 
 
 def turns(positions: int, inverse_frequencies: npt.NDArray[np.float64], scale: float = 1.0) -> npt.NDArray[np.float32]:
-    """Return the cosines and sines of all positions, float32 [positions, len(inverse_frequencies), 2], multiplied by
-    `scale` (YaRN's magnitude). Angles are computed in double precision.
+    """Return a table of the cosine and sine of every angle of a rotary embedding, float32 [positions,
+    len(inverse_frequencies), 2], for the positions from 0 to `positions` - 1. All are multiplied by `scale` (YaRN's
+    magnitude). Angles are computed in double precision.
     """
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies
     return (scale * np.stack((np.cos(angles), np.sin(angles)), axis=-1)).astype(np.float32)
 
 
 class RopeCache:
-    """The CUDA kernel that rotates new queries and keys and writes K and V to the cache. It rotates the first `rotary`
-    channels; `interleaved` pairs neighbours, otherwise the two halves.
+    """A launcher of the CUDA kernel that applies the rotary embedding to new queries and keys, and writes K and V into
+    the cache. The first `rotary` channels of each head are rotated. With `interleaved` neighbouring channels form a
+    pair, otherwise channel i and channel i + rotary / 2.
     """
 
     def __init__(self, launcher: Launcher, shape: CacheShape, *, rotary: int = 0, interleaved: bool = False) -> None:
-        """Make a rotation. `rotary`: 0 for all of head_dim."""
+        """Prepare the kernel for one `shape` of cache. `rotary` 0 means all channels of a head. Raises ValueError if
+        `rotary` is odd or more than a head has.
+        """
         rotary = rotary or shape.head_dim
         if rotary % 2 or not 0 < rotary <= shape.head_dim:
             raise ValueError(f"{rotary} rotated dimensions: an even number up to {shape.head_dim} is needed")
@@ -99,9 +104,10 @@ class RopeCache:
     def write(
         self, tokens: NewTokens, rotated: Any, planes: tuple[Any, Any], table: Any, *, stream: int = STREAM_OF_DEFAULT
     ) -> None:
-        """Queue a kernel that rotates the new queries to `rotated`, [count, query_heads, head_dim], and writes the
-        rotated keys and the values of `tokens` to the layer's `planes`. `table` comes from `turns`. The caller
-        guarantees that positions are in the table and slots in the pool. Raises ValueError or CudaError.
+        """Queue a kernel that writes the rotated queries of `tokens` to `rotated`, [count, query_heads, head_dim], and
+        their rotated keys and their values to `planes`, the layer's K and V in the cache. `table` is the result of
+        `turns`, in device memory. The caller guarantees that positions are in the table and slots in the pool. Raises
+        ValueError or CudaError.
         """
         if tokens.count == 0:
             return

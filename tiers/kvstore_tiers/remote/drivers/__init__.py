@@ -29,9 +29,9 @@ EXTRA = "remote"
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return a client for the remote store at `url`, which need not be reachable yet. `threads` threads will call it;
-    `credentials` are named as the driver's file lists. Raises ValueError for an unknown URL, ModuleNotFoundError (with
-    the package to install) if a library is missing.
+    """Return a driver for the remote store at `url`, whose store need not be reachable yet. At most `threads` threads
+    will call it, and a call may take `timeout_s` seconds. The driver's file lists the names of `credentials`. Raises
+    ValueError for an unknown URL, ModuleNotFoundError (with the package to install) if a library is missing.
     """
     scheme = urlsplit(url).scheme
     if scheme not in DRIVERS:
@@ -51,7 +51,9 @@ _CUDA = ("libcuda", "libcudart", "libcublas", "libnvrtc", "libcufile")
 
 
 def advice(error: str) -> str:
-    """Return the text `error` of a failed import, with the package to install added if it names a missing library."""
+    """Return the text `error` of a failed import. If it names a missing shared library, the package to install is
+    added.
+    """
     missing = _MISSING.search(error)
     if missing is None:
         return error

@@ -22,7 +22,9 @@ class GivenUp(TimeoutError):
 
 
 class BoundedCall:
-    """A running call of a library. `deadline` is the time of time.monotonic() at which it is given up."""
+    """A call of a library that is running in a thread of its own. `deadline` is the time of time.monotonic() at which
+    its caller gives it up; then `is_given_up` becomes true, while the call runs on.
+    """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -34,7 +36,9 @@ class BoundedCall:
 
 
 class BoundedCalls:
-    """A runner of calls of one library with a time limit, each on a thread whose name begins with `name`."""
+    """A runner of calls of a library that has no time limits of its own. Each call runs in a thread whose name begins
+    with `name`. When `most_given_up` calls that took too long are still running, further calls fail at once.
+    """
 
     def __init__(self, name: str, most_given_up: int) -> None:
         self._name = name
@@ -44,8 +48,8 @@ class BoundedCalls:
         self._given_up = 0
 
     def run(self, function: Callable[[BoundedCall], _Result], timeout_s: float) -> _Result:
-        """Run `function` on a thread, and return its result or raise its error. Raises GivenUp after `timeout_s`
-        seconds.
+        """Run `function` in a thread, and return its result or raise its error. Raises GivenUp when it has not ended
+        after `timeout_s` seconds, and TimeoutError if too many such calls are still running.
         """
         with self._lock:
             if self._given_up >= self._most_given_up:
@@ -62,8 +66,8 @@ class BoundedCalls:
         return ended.result()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for all running calls, also given-up ones. Return True if none is running any
-        more.
+        """Wait up to `timeout_s` seconds until no call is running, not even one that was given up. Return True if none
+        is running.
         """
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)

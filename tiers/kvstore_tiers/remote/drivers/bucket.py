@@ -27,7 +27,7 @@ _REFUSED: Final = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied"
 
 
 class Bucket(Objects):
-    """The objects in a bucket of an object store (such as S3), read and written by the library obstore."""
+    """A bucket of an object store (such as S3), whose objects it reads and writes by the library obstore."""
 
     def __init__(
         self, url: str, options: Mapping[str, str], credentials: Mapping[str, str], *, timeout_s: float
@@ -155,5 +155,5 @@ def _client_value(value: str) -> str | bool:
 
 
 def split_options(url: str) -> dict[str, str]:
-    """Return the options in the query of `url` by name."""
+    """Return the options behind the "?" of `url` by name."""
     return dict(parse_qsl(urlsplit(url).query, keep_blank_values=True, strict_parsing=bool(urlsplit(url).query)))

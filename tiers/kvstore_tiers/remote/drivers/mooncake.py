@@ -42,7 +42,9 @@ QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """The address of a Mooncake store, and the memory and network devices with which this node takes part in it."""
+    """The address of a Mooncake store's master, and how this node takes part in the store: `segment_bytes` of memory
+    that it lends, the network protocol and `devices`, and the address `local` at which others reach it.
+    """
 
     host: str
     port: int
@@ -58,7 +60,7 @@ class StoreAddress:
 
 
 def place_of(url: str) -> StoreAddress:
-    """Return the address that `url` describes. Raises ValueError if it cannot be understood."""
+    """Return the address of the Mooncake store that `url` describes. Raises ValueError for a wrong URL."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := set(query) - QUERY:
@@ -91,8 +93,8 @@ RPC_TIMEOUT = -901
 
 
 def need(where: str, answers: Sequence[int], allowed: frozenset[int] | set[int] = frozenset()) -> None:
-    """Raise the error that one of the library's return codes `answers` means, unless it is in `allowed`. `where` names
-    the store. Raises TimeoutError, ConnectionError, or another OSError.
+    """Raise an error if one of `answers`, return codes of Mooncake's library, is an error that `allowed` does not
+    contain. `where` names the store in the message. Raises TimeoutError, ConnectionError, or another OSError.
     """
     for answer in answers:
         if answer >= 0 or answer in allowed:
@@ -131,8 +133,9 @@ _Result = TypeVar("_Result")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return a client of the Mooncake store at `url`, which connects at its first call. Raises ValueError if the URL
-    cannot be understood.
+    """Return a driver of the Mooncake store at `url`, which connects at its first call. A call may take `timeout_s`
+    seconds, and `threads` threads may call. Raises ValueError for a wrong URL and for `credentials`, which Mooncake
+    does not have.
     """
     if credentials:
         raise ValueError("Mooncake knows no credentials: keep its master on a network of your own")
@@ -143,8 +146,8 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class MooncakeDriver(Driver):
-    """A client of a Mooncake store, with one connection for all threads. `lend` must be called first, because values
-    are transferred to and from that memory.
+    """A driver of the Mooncake store at `place`, with one connection for all threads. Call `lend` first: values are
+    transferred to and from the memory that it gets.
     """
 
     largest_value_bytes = LARGEST_VALUE_BYTES

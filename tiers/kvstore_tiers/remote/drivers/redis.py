@@ -41,8 +41,8 @@ _Item = TypeVar("_Item")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return a client of the Redis server at `url`, which connects at its first call. Raises ValueError if the URL or
-    the credentials cannot be understood.
+    """Return a driver of the Redis server at `url`, which connects at its first call. Each call may take `timeout_s`
+    seconds; the number of `threads` does not matter. Raises ValueError for a wrong URL or unknown `credentials`.
     """
     if unknown := set(credentials) - CREDENTIALS:
         raise ValueError(f"redis takes no credential {min(unknown)!r}: the names are {', '.join(sorted(CREDENTIALS))}")
@@ -54,7 +54,10 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class RedisDriver(Driver):
-    """A client of a Redis server with a connection for each calling thread. `new_line(name)` makes a connection."""
+    """A driver of one Redis server, called `place` in messages, with a connection for each calling thread.
+    `new_line(name)` makes a connection that has this name on the server. `prefix` is put before the name of every
+    value.
+    """
 
     largest_value_bytes = LARGEST_VALUE_BYTES
 
@@ -73,7 +76,9 @@ class RedisDriver(Driver):
 
     @property
     def evicts(self) -> bool:  # type: ignore[override]
-        """True if the server is configured to evict keys without an expiry. Asking may raise the errors of a call."""
+        """True if the server is configured to evict keys that have no expiry. The first use asks the server, and may
+        raise the errors of a call.
+        """
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")

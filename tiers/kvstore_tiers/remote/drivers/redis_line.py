@@ -24,8 +24,9 @@ Reply: TypeAlias = "str | bytes | int | ResponseError | list[Reply] | None"
 
 
 class Replies:
-    """A parser of one Redis server's answers, used by redis-py. It raises TimeoutError at the deadline, ConnectionError
-    at the end of the stream and for bytes that are no reply.
+    """A parser of the answers of one Redis server, which replaces redis-py's own. Its methods raise TimeoutError when
+    the time `deadline` is over, and ConnectionError when the server closes the connection or sends something that is no
+    reply.
     """
 
     def __init__(self) -> None:
@@ -44,15 +45,15 @@ class Replies:
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Return True if bytes wait to be read within `timeout` seconds. On an idle connection that means that the
-        server closed it.
+        """Return True if bytes can be read within `timeout` seconds. On an idle connection this means that the server
+        closed it.
         """
         poll = select.poll()
         poll.register(self._live_socket(), select.POLLIN)
         return self._start < self._end or bool(poll.poll(timeout * 1000))
 
     def read_response(self, **_: object) -> Reply:
-        """Return the next reply of the server. An error of the server is returned, not raised."""
+        """Return the next reply of the server. A reply that is an error is returned as a ResponseError, not raised."""
         kind, rest = self._line()
         match kind:
             case "+":
@@ -76,8 +77,9 @@ class Replies:
     # What the driver asks
 
     def read_into(self, memory: memoryview) -> int | ResponseError:
-        """Read the reply to a GET, and return the value's length in bytes, 0 if it is missing. The value is copied into
-        `memory` if it fits.
+        """Read the reply to a GET command, and return the value's length in bytes, 0 if there is no value. The value is
+        copied into `memory`, or skipped if it is longer. A reply that is an error is returned as a ResponseError, not
+        raised.
         """
         kind, rest = self._line()
         if kind == "-":
@@ -95,7 +97,7 @@ class Replies:
         return size
 
     def set_timeout(self) -> None:
-        """Limit the socket's waiting to the time until the deadline."""
+        """Set the socket's timeout to the time that is left until the deadline. Raises TimeoutError if none is left."""
         remaining_s = self.deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError("the store did not answer in time")
@@ -152,8 +154,8 @@ class Replies:
 
 
 class RedisLine:
-    """One connection to a Redis server, made by redis-py. The server is told `name`, if it is given. One thread at a
-    time may use it.
+    """One connection to a Redis server, made by redis-py. The server gets `name`, if it is not empty, as the name of
+    this connection. One thread at a time may use it.
     """
 
     def __init__(self, kind: Callable[..., Any], settings: dict[str, Any], name: str = "") -> None:
@@ -167,8 +169,8 @@ class RedisLine:
         self.server_run = ""  # what names the server from its start to its end; "": not known
 
     def use(self, deadline: float) -> bool:
-        """Prepare the connection for a call that must end by `deadline`. Return True if it had to connect. Raises
-        redis-py's errors.
+        """Prepare the connection for a call that must end by `deadline`, a time of time.monotonic(). Return True if it
+        had to connect to the server. Raises redis-py's errors.
         """
         self.replies.deadline = deadline
         if self._is_open and not self.replies.can_read(0):
@@ -189,13 +191,15 @@ class RedisLine:
         return True
 
     def send(self, *words: str | memoryview) -> None:
-        """Send one command that consists of `words`. Memory is not copied before the socket takes it."""
+        """Send one command, which consists of `words`. Memory among the words is not copied before it goes to the
+        socket.
+        """
         for piece in self._connection.pack_command(*words):
             self.replies.set_timeout()
             self._connection.send_packed_command([piece], check_health=False)
 
     def answer(self) -> Reply:
-        """Return the next reply. If it is an error of the server, it is raised."""
+        """Return the next reply of the server. Raises ResponseError if the reply is an error."""
         reply = self.replies.read_response()
         if isinstance(reply, ResponseError):
             raise reply
@@ -207,7 +211,7 @@ class RedisLine:
 
 
 def fields_of(reply: Reply) -> dict[str, str]:
-    """Return the fields of the answer to INFO by name; an empty dictionary if `reply` is an error."""
+    """Return the fields of the server's `reply` to INFO by name; an empty dictionary if the reply is an error."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 

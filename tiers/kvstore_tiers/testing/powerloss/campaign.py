@@ -35,8 +35,9 @@ STATES_A_WORKLOAD = 2500  # then a new workload finds more than more states of t
 
 
 def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """Run a workload with `seed` in `directory`, which is made, and record its file operations. Return the path of the
-    log. Raises CompilerMissing.
+    """Run a random workload of an NVMe tier in the new `directory` and record its file operations. `seed` determines
+    the workload, of `steps` steps in each of four processes, two of which die. Return the path of the log. Raises
+    CompilerMissing.
     """
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
@@ -49,8 +50,9 @@ def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """Record a workload like `record_workload` does, in which a process that found a seal dies before its records are
-    synced. Return the path of the log.
+    """Record a workload in which one process closes the tier in order, the next one dies before its first changes are
+    synced, and two more follow. `seed`, `steps` and the result are as in `record_workload`, which records another
+    order.
     """
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
@@ -62,8 +64,8 @@ def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_recovery(directory: Path, state: CrashState, promises: Promises) -> Path:
-    """Record what a start does to the files of the crash `state`. Return the path of the log in `directory`, which
-    begins with that state and its promises.
+    """Record how a tier changes the files of the crash `state` when it is opened on them. Return the path of the log in
+    the new `directory`. The log begins with that state and `promises`, which were made before it.
     """
     directory.mkdir(parents=True)
     root = directory / "root"
@@ -77,9 +79,9 @@ def record_recovery(directory: Path, state: CrashState, promises: Promises) -> P
 def power_loss(
     *, seed: int, states: int, seconds: float | None = None, workers: int = 1, steps: int = STEPS
 ) -> Figures:
-    """Record workloads with `seed`, judge `states` states that a power loss could have left, or as many as fit
-    `seconds`, and return the counts of faults. `workers` is the number of processes that judge, `steps` the length of a
-    workload. Raises CompilerMissing.
+    """Record workloads, judge `states` states that a power loss could have left, or as many as fit into `seconds`, and
+    return the counts of faults. `seed` determines the workloads, of `steps` steps each; `workers` processes judge.
+    Raises CompilerMissing.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     figures = Figures()

@@ -27,8 +27,8 @@ MAX_ALONE = 6  # files kept or lost alone at one crash point
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
-    """The files that a power loss at the moment `tick` of a log could leave. `how` describes which unsynced changes
-    survive.
+    """The files that a power loss at the moment `tick` of a log could leave, in `tree`. `how` describes which unsynced
+    changes survived; two states with the same files have the same `digest`.
     """
 
     tick: int
@@ -41,7 +41,10 @@ class CrashState:
 
 
 class Kept:
-    """A choice of surviving changes by chance: the part `share` of each change survives, in pieces of `grain` bytes."""
+    """A random choice of the changes that survive a power loss. `share(change)` is the probability that a change
+    survives, or a piece of it; `grain(change)` is the size of the pieces in bytes, 0 for the whole change. `how`
+    describes the choice.
+    """
 
     def __init__(
         self, how: str, share: Callable[[Change], float], grain: Callable[[Change], int], seed: str = ""
@@ -69,10 +72,10 @@ class Kept:
 
 
 def crash_ticks(operations: Sequence[Operation]) -> list[int]:
-    """Return the ticks to cut at: before, at the end of and after each sync, and after each name change, mark and
-    write-through.
+    """Return the moments (ticks) of the log `operations` at which to cut the power: before, at the end of and after
+    each sync, and after each change of a name, each mark and each write that went through to the disk.
 
-    No tick is in the beginning that a recording makes up, which ends with the only sync that is marked as its end.
+    The operations with which a recording puts its first files in place are left out.
     """
     begun = max((one.end for one in operations if one.kind is Kind.SYNC_ALL and one.through), default=-1)
     ticks = set()
@@ -95,12 +98,12 @@ def crash_states(
     strides: int = 1,
     random_states: int = 4,
 ) -> Iterator[CrashState]:
-    """Yield distinct states at `ticks`. Each round visits every `strides`-th tick, in time order, and begins at another
-    tick.
+    """Yield distinct states that a power loss at `ticks` could leave. Each round visits every `strides`-th tick in the
+    order of time and begins at another tick.
 
-    The first `strides` rounds yield the systematic states and some random ones, at most `random_states` a tick; later
-    rounds yield other random states. The iteration ends after `rounds`, or when `strides` rounds in a row found nothing
-    new.
+    The first `strides` rounds yield systematic states (such as "nothing kept") and at most `random_states` random ones
+    for each tick; later rounds yield other random states, as `seed` determines. The iteration ends after `rounds`
+    rounds, or when `strides` rounds in a row have found no new state.
     """
     marks = [one.start for one in operations if one.kind is Kind.MARK]
     seen: set[tuple[int, int]] = set()
@@ -129,8 +132,8 @@ def crash_states(
 
 
 def the_state(operations: Sequence[Operation], tick: int, how: str) -> CrashState:
-    """Return the state at `tick` of the log that the text `how` describes. Raises ValueError if there is no such
-    state.
+    """Return the crash state at the moment `tick` of the log `operations` whose description is `how`. Raises ValueError
+    if there is no such state.
     """
     medium = Medium(operations)
     medium.advance(tick)

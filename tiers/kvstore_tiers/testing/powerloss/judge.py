@@ -33,8 +33,9 @@ PROBE_BYTES = 4096
 
 @dataclass
 class Verdict:
-    """The faults of a tier that was opened after a power loss: lost and wrong blocks, broken rules, bytes over the
-    capacity, corrupt reads. It is empty if there are none.
+    """The faults of a tier that was opened after a power loss: promised blocks that are `lost`, blocks with `wrong`
+    bytes, other rules that are `broken`, bytes over the capacity. `corrupt_reads` counts blocks that the tier itself
+    refused to read, which is no fault.
     """
 
     lost: list[Item] = field(default_factory=list)  # promised, and not there or not whole
@@ -52,13 +53,15 @@ Judge = Callable[[Path, Promises], Verdict]
 
 
 def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
-    """Open the NVMe tier of the recorded workload in `directory`."""
+    """Open the NVMe tier of the power-loss workload in `directory`, with `io_threads` threads, and return it."""
     allow_made_up_codec()
     return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=io_threads)
 
 
 def judge_tier(root: Path, promises: Promises) -> Verdict:
-    """Open the tier in `root`/nvme, check that it keeps `promises`, and return the faults."""
+    """Open the tier in `root`/nvme, check that every promise in `promises` is kept and that the tier works, and return
+    the faults.
+    """
     directory, verdict = root / "nvme", Verdict()
     found = _examined(directory, promises, verdict)
     findings = check_directory(directory, capacity_bytes=CAPACITY_BYTES, verify_payloads=True)
@@ -138,5 +141,5 @@ def _block(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
 
 
 def is_encoded(number: int) -> bool:
-    """Return True if the workload stores block `number` in the form of the tests' codec."""
+    """Return True if the power-loss workload stores block `number` encoded by the codec for tests."""
     return number % 2 == 1

@@ -45,8 +45,9 @@ NAMING = frozenset({Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDI
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One recorded file operation. For TRUNCATE and ALLOCATE `offset` is the new length; for RENAME `data` is the new
-    path.
+    """One recorded file operation. `start` and `end` are the moments (ticks of the log) at which the call began and
+    returned. For TRUNCATE and ALLOCATE `offset` is the new length; for RENAME `data` is the new path. `through`: the
+    data was on the disk when the call returned.
     """
 
     kind: Kind
@@ -59,20 +60,22 @@ class Operation:
     through: bool = False
 
     def mark(self) -> dict[str, Any]:
-        """Return the dictionary that this operation, a MARK, carries."""
+        """Return the dictionary that the recorded process attached to this operation, which is a MARK (a note in the
+        log).
+        """
         said = json.loads(self.data)
         assert isinstance(said, dict)
         return said
 
 
 def pack_mark(said: dict[str, Any]) -> bytes:
-    """Return the bytes of a MARK that carries the dictionary `said`."""
+    """Return the dictionary `said` as the data bytes of a MARK (a note in the log)."""
     return json.dumps(said, separators=(",", ":")).encode()
 
 
 class UnseenChange(Exception):
-    """An error: the recorded process changed files in a way that the recorder does not follow, so that the log proves
-    nothing.
+    """An error: the recorded process changed files in a way that the recorder does not follow, so that the log is
+    incomplete and proves nothing.
     """
 
 
@@ -91,7 +94,9 @@ def pack(operation: Operation) -> bytes:
 
 
 def read_log(path: Path) -> list[Operation]:
-    """Return all operations in the log file `path`, ordered by their start. Raises UnseenChange."""
+    """Return all operations in the log file `path`, in the order in which they began. Raises UnseenChange if the log is
+    incomplete.
+    """
     operations = sorted(_records(path.read_bytes()), key=lambda one: one.start)
     unseen = next((one for one in operations if one.kind is Kind.UNSEEN), None)
     if unseen is not None:
@@ -100,7 +105,7 @@ def read_log(path: Path) -> list[Operation]:
 
 
 def write_log(path: Path, operations: Iterable[Operation]) -> None:
-    """Write `operations` to the log file `path`, for tests of the replay."""
+    """Write `operations` to the log file `path`, which replaces it."""
     path.write_bytes(b"".join(map(pack, operations)))
 
 

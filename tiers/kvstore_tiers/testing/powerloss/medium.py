@@ -28,8 +28,8 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """One change of one file or directory, number `target`, that a power loss may undo. Numbers are never used
-    again.
+    """A change of the file or directory number `target` that a power loss may undo: a write, a new length, or a change
+    of a name. `start` and `end` are the moments of the log at which its call began and returned.
     """
 
     target: int
@@ -45,7 +45,7 @@ class Change:
 
     @property
     def sectors(self) -> Run:
-        """Return the range of bytes, in whole sectors, that this write touches."""
+        """The range of bytes that this write touches, rounded outwards to whole sectors of the disk."""
         return _down(self.offset, SECTOR_BYTES), _up(self.offset + len(self.data), SECTOR_BYTES)
 
 
@@ -57,13 +57,15 @@ class _Sync:
 
 
 class Choice(Protocol):
-    """A rule that decides which changes survive a power loss."""
+    """A rule that decides which unsynced changes of files survive a power loss."""
 
     def runs(self, change: Change) -> Iterable[Run]:
-        """Return the ranges of bytes of the write `change` that survive, in whole sectors."""
+        """Return the ranges of bytes, in whole sectors, of the write `change` that survive the power loss."""
 
     def keeps(self, change: Change) -> bool:
-        """Return True if `change`, which is no write (a name, a truncation, a new length), survives."""
+        """Return True if `change` survives the power loss. For a write this is about the new length of the file alone;
+        `runs` is about its bytes.
+        """
 
 
 def _take_settled(pending: list[Change], settled: set[Change]) -> Iterator[Change]:
@@ -119,7 +121,9 @@ class _Directory:
 
 
 class Medium:
-    """A model of a disk on which the operations of a log take effect one after another. Its time only moves forward."""
+    """A model of a disk on which the recorded `operations` take effect one after another. Its time only moves
+    forward.
+    """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
         self._nodes: dict[int, _File | _Directory] = {}
@@ -135,7 +139,7 @@ class Medium:
         self._next = 0
 
     def advance(self, tick: int) -> None:
-        """Apply all operations of the log before the moment `tick`."""
+        """Apply all operations that took effect before the moment `tick` of the log."""
         while self._next < len(self._events) and self._events[self._next][0] < tick:
             _, is_effect, item = self._events[self._next]
             self._next += 1
@@ -152,11 +156,13 @@ class Medium:
                 self._nodes[item.target].pending.append(item)
 
     def pending(self) -> list[Change]:
-        """Return the changes that are not synced yet, so that a power loss now may undo them."""
+        """Return the changes that are not synced yet, so that a power loss at this moment may undo them."""
         return [change for node in self._nodes.values() for change in node.pending if change not in node.settled]
 
     def tree(self, choice: Choice) -> Tree:
-        """Return the files that a power loss now would leave, if `choice` decides which changes survive."""
+        """Return the files that a power loss at this moment would leave, by path. `choice` decides which unsynced
+        changes survive.
+        """
         tree: Tree = {}
         self._collect(ROOT, "", choice, tree)
         return tree

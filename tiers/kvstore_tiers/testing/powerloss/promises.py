@@ -25,7 +25,9 @@ class Promises:
     tried: set[Item] = field(default_factory=set)  # all that were ever put
 
     def take(self, mark: dict[str, list[Item]]) -> None:
-        """Add the promises that `mark` lists, by kind."""
+        """Add the promises of `mark`, a note in the log: lists of blocks by the kind of promise ("put", "durable",
+        "freed" or "gone").
+        """
         self.gone -= set(mark.get("put", ()))
         self.tried |= set(mark.get("put", ()))
         self.durable -= set(mark.get("freed", ()))
@@ -34,7 +36,9 @@ class Promises:
 
 
 def promises_at(operations: Iterable[Operation], tick: int) -> Promises:
-    """Return the promises that were made before the moment `tick` of the log."""
+    """Return the promises that the recorded process had made before the moment `tick`, from the marks among
+    `operations`.
+    """
     promises = Promises()
     for one in operations:
         if one.kind is Kind.MARK and one.start < tick:

@@ -26,11 +26,15 @@ CACHE_ENVIRONMENT = "KVSTORED_SHIM_CACHE"
 
 
 class CompilerMissing(Exception):
-    """An error: there is no C compiler that can compile the recorder. The message says what to install."""
+    """An error: no C compiler was found that can compile the recorder of file operations. The message says what to
+    install.
+    """
 
 
 def shim_path() -> Path:
-    """Return the path of the recorder's shared library, which is compiled if needed. Raises CompilerMissing."""
+    """Return the path of the shared library that records file operations. It is compiled on first use. Raises
+    CompilerMissing.
+    """
     cache = Path(os.environ.get(CACHE_ENVIRONMENT) or Path.home() / ".cache" / "kvstored")
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     path = cache / f"powerloss-{digest}.so"
@@ -56,8 +60,9 @@ def shim_path() -> Path:
 
 
 class Recording:
-    """A recording of all file operations of processes below the empty directory `root`. `tree` is put there first;
-    `marks` begin the log. Raises CompilerMissing or ValueError.
+    """A recording of all file operations that processes do below the empty directory `root`, written to the file `log`.
+    The files `tree` are put into `root` first, and the notes `marks` begin the log. Raises CompilerMissing if the
+    recorder cannot be compiled, ValueError if `root` is not empty or contains the log.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class Recording:
         Path(f"{self.log}.clock").write_bytes((beginning[-1].end + 1).to_bytes(8, "little"))
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which a process must be started to be recorded."""
+        """Return the environment variables to start a process with, so that its file operations are recorded."""
         return {
             **os.environ,
             "LD_PRELOAD": str(self.shim),
@@ -85,12 +90,14 @@ class Recording:
         }
 
     def marker(self) -> Marker:
-        """Return a marker for a process that is not recorded itself, such as a client."""
+        """Return a writer of marks (notes in the log) for a process whose own file operations are not recorded, such as
+        a client.
+        """
         return Marker(self.shim, self.log)
 
 
 def put_tree(tree: Tree, directory: Path) -> None:
-    """Write the files of `tree` to the empty `directory`."""
+    """Write the files of `tree`, contents by path, into the empty `directory`. A content of None means a directory."""
     for path, content in tree.items():
         if content is None:
             (directory / path).mkdir()
@@ -113,7 +120,9 @@ def _beginning(root: Path, tree: Tree, marks: Sequence[dict[str, Any]]) -> Itera
 
 
 class Marker:
-    """A writer of marks into a recording, which tell what was promised up to that moment."""
+    """A writer of marks into the log of a recording. A mark is a note by which the recorded process says, for example,
+    which blocks it has promised to keep.
+    """
 
     def __init__(self, shim: Path, log: Path | None = None) -> None:
         self._library = ctypes.CDLL(str(shim))
@@ -122,11 +131,11 @@ class Marker:
 
     @classmethod
     def of_this_process(cls) -> Marker:
-        """Return a marker for the recording of the calling process."""
+        """Return a writer of marks for the recording that the calling process is a part of."""
         return cls(Path(os.environ["LD_PRELOAD"]))
 
     def mark(self, **said: Any) -> None:
-        """Write a mark with the named values `said`, and return once it is in the log."""
+        """Write the named values `said` as a mark into the log, and return once it is there. Raises OSError."""
         raw = pack_mark(said)
         if error := self._library.powerloss_mark(raw, ctypes.c_size_t(len(raw))):
             raise OSError(error, os.strerror(error))

@@ -48,8 +48,9 @@ def _shape(report: dict[str, Any]) -> tuple[bool, bool, frozenset[str]]:
 
 @dataclass
 class Figures:
-    """The counts of a replay of power losses: judged states, lost and wrong blocks, broken rules; `died` counts states
-    that killed the judge.
+    """The counts of a replay of power losses: how many crash states were judged, and which faults they had. `lost` and
+    `wrong` count blocks, `broken` counts broken rules, `died` counts states that killed the judge's process. `failures`
+    has reports of some faulty states.
     """
 
     states: int = 0
@@ -68,7 +69,7 @@ class Figures:
         return not (self.lost or self.wrong or self.broken or self.died or self.over_capacity_bytes)
 
     def add(self, other: Figures) -> None:
-        """Add the counts of the replay `other`."""
+        """Add the counts of `other`, the result of another replay, to these."""
         for name in ("states", "lost", "wrong", "broken", "died", "corrupt_reads", "promised", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.over_capacity_bytes = max(self.over_capacity_bytes, other.over_capacity_bytes)
@@ -76,7 +77,7 @@ class Figures:
             self._fail(failure)
 
     def take(self, report: dict[str, Any]) -> None:
-        """Add the `report` on one judged state."""
+        """Count the judged state that `report` describes."""
         self.states += 1
         self.promised += report["promised"]
         self.corrupt_reads += report["corrupt_reads"]
@@ -87,7 +88,9 @@ class Figures:
             self._fail(report)
 
     def take_death(self, report: dict[str, Any], status: int) -> None:
-        """Add a state whose judge process died with `status`. All promises of that state count as lost."""
+        """Count a state whose judge's process died with the exit `status`. `report` describes the state; all promises
+        made before it count as lost.
+        """
         self.states += 1
         self.died += 1
         self.promised += report["promised"]
@@ -110,9 +113,12 @@ def replay(
     judge: str = TIER_JUDGE,
     random_states: int = 4,
 ) -> Figures:
-    """Judge `states` distinct crash states of a log, or fewer where the log has fewer or `seconds` end first.
+    """Judge up to `states` distinct states that a power loss could have left during the recorded `log`, and return the
+    counts of faults. It ends earlier if the log has fewer states or `seconds` are over.
 
-    `judge` names a function, "module:function". Raises UnseenChange for a log with gaps.
+    `workers` processes judge. `judge` names the function that judges, "module:function". At most `random_states` states
+    at a moment of the log are drawn at random, as `seed` determines. Raises ReplayFailed, also for a log with changes
+    that the recorder did not follow.
     """
     started = time.monotonic()
     figures = Figures()
@@ -144,7 +150,9 @@ def replay(
 
 
 class ReplayFailed(Exception):
-    """An error: the replay itself did not work, because of its log, its judge's name or its scratch directory."""
+    """An error: the replay could not be done, because of a fault in the log, in the name of its judge or in its scratch
+    directory.
+    """
 
 
 def _drive(arguments: list[str], reports: SimpleQueue[dict[str, Any] | None]) -> None:
@@ -187,15 +195,15 @@ def _drive_in(arguments: list[str], reports: SimpleQueue[dict[str, Any] | None])
 
 
 def judge_state(state: CrashState, promises: Promises, judge: Judge, scratch: Path) -> dict[str, Any]:
-    """Write the files of `state` to the directory `scratch`, let `judge` check that it keeps `promises`, and return its
-    report.
+    """Write the files of the crash `state` into the directory `scratch` and let `judge` check that `promises` are kept
+    there. Return the report: the faults, the state's tick and its description.
     """
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     put_tree(state.tree, scratch)
     try:
         verdict = judge(scratch, promises)
-    except Exception as error:  # whatever recovery raises, it did not recover
+    except Exception as error:  # an error of any kind means that it did not recover
         verdict = Verdict(broken=[f"recovery ended with {type(error).__name__}: {error}"])
         verdict.lost = sorted(promises.durable, key=str)
     return {
@@ -217,7 +225,8 @@ def states_of(
     random_states: int = 4,
 ) -> Iterator[tuple[CrashState, Promises]]:
     """Yield at most `states` distinct states that a power loss during the log `operations` could leave, each with the
-    promises made until then. Only every `parts`-th crash point, from number `part` on, is used.
+    promises that were made before it. Of the moments at which to cut the power, number `part` and every `parts`-th
+    after it are used. At most `random_states` states at a moment are drawn at random, as `seed` determines.
     """
     ticks = crash_ticks(operations)[part::parts]
     strides = min(len(ticks), 1 + len(ticks) * STATES_A_TICK // states)
@@ -235,7 +244,9 @@ def states_of(
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory for the files of states, in RAM if possible, or where the environment says."""
+    """Make a temporary directory for the files of crash states, and return it. An environment variable names the parent
+    directory; otherwise the files are in RAM if possible.
+    """
     memory = os.environ.get(SCRATCH_ENVIRONMENT) or "/dev/shm"
     return tempfile.TemporaryDirectory(prefix="powerloss-", dir=memory if os.access(memory, os.W_OK) else None)
 

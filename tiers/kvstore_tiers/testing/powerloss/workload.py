@@ -38,8 +38,9 @@ SWITCH_S = 2e-5  # threads change places often: more orders of calls
 
 
 class Workload:
-    """A sequence of operations on an NVMe tier that is recorded. Blocks are numbers; a block's bytes follow from its
-    number and size.
+    """A random sequence of operations on the NVMe tier in `directory`, for a recording of power losses; `seed` and
+    `phase` determine it. It writes to `marker` which blocks the tier has promised to keep. A block's bytes follow from
+    its number and size.
     """
 
     def __init__(self, directory: Path, marker: Marker, seed: int, phase: int) -> None:
@@ -82,7 +83,7 @@ class Workload:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until no operation is under way and every written block is promised."""
+        """Wait until no write or sync is under way, so that every written block is durable."""
         while self._writing:
             self._take_one()
         self._sync()
@@ -90,7 +91,7 @@ class Workload:
             self._take_one()
 
     def die_unsynced(self) -> None:
-        """Make the next commit kill this process after its records are written and before they are synced."""
+        """Kill this process in the next commit, after its records are written and before they are synced."""
         self._put()
         while not self._writing:  # there was no room
             self._free_some()

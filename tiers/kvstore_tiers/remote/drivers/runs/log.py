@@ -51,8 +51,9 @@ def _number(listed: Listed) -> int:
 
 
 class Log:
-    """The log of changes to the values in an object store, which several writers append to. `values` is the index of
-    all values after change number `last`.
+    """The log of changes to the values in an object store, which several nodes append to. `values` is the index (which
+    value is where) after change number `last`. A node writes a checkpoint, a snapshot of the index, after every
+    `checkpoint_every` changes.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class Log:
         self._tidying: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start to read the log, so that the first call finds it read. If that fails, a later call reads it."""
+        """Start to read the log in the background, so that the first call need not wait. If the reading fails, a later
+        call reads the log.
+        """
         self._read_in_background()
 
     async def refresh(self, max_age_s: float) -> None:
-        """Read every change that was appended up to `max_age_s` seconds before this call. If the caller gives up,
-        reading goes on.
+        """Read every change that was appended to the log more than `max_age_s` seconds before this call; newer ones may
+        be read too. If the caller is cancelled, the reading goes on.
         """
         earliest = self._clock() - max_age_s
         while self._read_at is None or self._read_at < earliest:
@@ -87,8 +90,9 @@ class Log:
         return self._reading
 
     async def append(self, make: Callable[[], RunChange | None]) -> list[str] | None:
-        """Append the change that `make` returns. If other changes came in between, `make` is called again; it returns
-        None to give up. Return the runs that lost their last value since; None if nothing was appended.
+        """Append the change that `make` returns to the log. If another node appended a change first, that change is
+        read and `make` is called again; it returns None to give up. Return the ids of the runs (objects with many
+        values) that this change left without a value; None if nothing was appended. Raises OSError.
         """
         async with self._changing:
             for _ in range(_ATTEMPTS):
@@ -109,7 +113,9 @@ class Log:
         raise OSError(f"other nodes were quicker to write the index {_ATTEMPTS} times")
 
     async def tidied(self) -> None:
-        """Wait until the clean-up of old changes, which a checkpoint (a snapshot of the index) has begun, has ended."""
+        """Wait until the clean-up of old changes has ended, if one is running. It begins after a checkpoint, a snapshot
+        of the index, was written.
+        """
         if self._tidying is not None:
             await self._tidying
 

@@ -12,25 +12,23 @@ from typing import NamedTuple
 
 
 class Listed(NamedTuple):
-    """One object in the listing of an object store. `changed_at` is the time of its last change by the store's
-    clock.
-    """
+    """An object in the listing of an object store: its `key`, and the time of its last change by the store's clock."""
 
     key: str
     changed_at: datetime
 
 
 class Objects(ABC):
-    """A store of objects by key, such as a bucket. `span_bytes` is the size from which a read is better made as a
-    request of its own.
+    """A store of objects by key, such as a bucket. `span_bytes` is the number of bytes that one read request should
+    fetch at most.
     """
 
     span_bytes: int = 8 << 20
 
     @abstractmethod
     async def list(self, folder: str, after: str = "") -> list[Listed]:
-        """Return all objects whose key is in `folder`, ordered by key; only those after the key `after`, if it is
-        given.
+        """Return all objects whose key is in `folder`, in the order of their keys. With `after`, only objects whose key
+        comes after that key.
         """
 
     @abstractmethod
@@ -39,14 +37,14 @@ class Objects(ABC):
 
     @abstractmethod
     async def get_range(self, key: str, start: int, end: int) -> memoryview | None:
-        """Return the bytes from `start` to before `end` of the object `key`, fewer if it is shorter; None if it does
-        not exist.
+        """Return the bytes of the object `key` from offset `start` to before `end`, or fewer if the object ends
+        earlier. Return None if the object does not exist.
         """
 
     @abstractmethod
     async def create(self, key: str, content: bytes) -> bool:
-        """Create the object `key` with `content`, and return True. If it exists, leave it unchanged and return
-        False.
+        """Create the object `key` with `content`, and return True. If the object exists already, it stays unchanged and
+        the result is False.
         """
 
     @abstractmethod
@@ -54,4 +52,4 @@ class Objects(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete the objects `keys`; missing ones are ignored."""
+        """Delete the objects with these `keys`. Keys that do not exist are ignored."""

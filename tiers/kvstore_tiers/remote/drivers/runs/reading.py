@@ -28,8 +28,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class WantedValue(NamedTuple):
-    """A value to read from an object store: its place in a run (an object with many values), and memory with room for
-    it.
+    """A value to read from an object store: its `place` in a run (an object with many values), and the `memory` to read
+    it into.
     """
 
     place: ValuePlace
@@ -44,8 +44,8 @@ class ByteSpan(NamedTuple):
 
 
 def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[ByteSpan]:
-    """Return ranges of bytes, up to about `span_bytes` each, that together hold all values of `wanted`. No value is
-    split.
+    """Return ranges of bytes of runs (objects with many values) that together have all values of `wanted`, to read each
+    range with one request. A range has up to about `span_bytes` bytes, more if one value is longer. No value is split.
     """
     spans: list[ByteSpan] = []
     for each in sorted(wanted, key=lambda each: each.place):
@@ -61,8 +61,8 @@ def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> lis
 
 
 async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]:
-    """Read the values `wanted` from the store into their memories. Return the ids of runs (objects with many values)
-    that are gone or too short; the memories of their values are undefined.
+    """Read the values `wanted` from the store into their memories. Return the ids of the runs (objects with many
+    values) that the store has lost, or that are too short. The memories of values in these runs are undefined.
     """
     gone: set[str] = set()
 
@@ -82,8 +82,8 @@ async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]
 
 
 async def write_runs(objects: Objects, values: Sequence[tuple[bytes, memoryview]]) -> list[AddedRun]:
-    """Store `values` (name and bytes) in order in new runs (objects with many values), and return those runs. They
-    count only once a change names them.
+    """Store `values`, pairs of name and bytes, in this order in new runs (objects with many values), and return those
+    runs. The values are not in the index until a change adds the runs.
     """
     groups: list[list[tuple[bytes, memoryview]]] = []
     room = 0

@@ -42,7 +42,9 @@ class DamagedChange(ValueError):
 
 @dataclass(frozen=True)
 class AddedRun:
-    """A run (an object with many values) that a change adds to the index, with the rows of its values."""
+    """A run (an object of the store with many values) that a change adds to the index. `rows` has a row for each value:
+    its name, its place, and whether the index takes it over.
+    """
 
     run_id: str
     rows: Rows
@@ -50,8 +52,8 @@ class AddedRun:
 
 @dataclass(frozen=True)
 class RunChange:
-    """A change of the index of values: first the names `dropped` lose their values, then the rows of the runs `added`
-    give names new ones.
+    """A change of the index of values in an object store. First the names in `dropped` lose their values. Then the rows
+    of the runs `added` (objects with many values) give their names new values.
     """
 
     dropped: Sequence[bytes] = ()
@@ -66,7 +68,7 @@ class RunChange:
 
     @classmethod
     def unpack(cls, raw: bytes) -> RunChange:
-        """Return the change that the bytes `raw` contain. Raises DamagedChange if they contain none."""
+        """Return the change that `pack` made the bytes `raw` of. Raises DamagedChange for other bytes."""
         body, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
         if not body.startswith(_MAGIC):
             raise DamagedChange("no change of the index, or of an unknown version")
@@ -102,7 +104,9 @@ class RunChange:
 
 
 def rows_of(names: Sequence[bytes], lengths: Sequence[int]) -> Rows:
-    """Return the rows of values with these `names` and `lengths` in bytes that lie one after another in a run."""
+    """Return the index rows of values that are one after another in a run (an object with many values), an array of
+    dtype ROW. `names` are their names, `lengths` their lengths in bytes.
+    """
     rows = np.zeros(len(names), ROW)
     rows["name"] = np.frombuffer(b"".join(names), f"V{NAME_BYTES}")
     rows["length"] = lengths
@@ -116,7 +120,9 @@ _SHIFT: Final = MOST_ROWS.bit_length()
 
 
 class ValuePlace(NamedTuple):
-    """The place of a value: the id of a run (an object with many values), an offset and a length in bytes."""
+    """The place of a value in an object store: the id of a run (an object with many values), and the value's offset and
+    length in it, in bytes.
+    """
 
     run_id: str
     offset: int
@@ -138,8 +144,8 @@ class _StoredRun:
 
 
 class DropPlan(NamedTuple):
-    """A plan for deleting values: the names `dropped` lose theirs, the values `moved` are copied to a new run, and the
-    runs `rewritten` are deleted.
+    """A plan to delete values from an object store. The names in `dropped` lose their values. The runs in `rewritten`
+    (objects with many values) are deleted, after the values in `moved`, which stay, were copied to a new run.
     """
 
     dropped: list[bytes]
@@ -168,7 +174,9 @@ class Values:
         return run_id in self._numbers
 
     def apply(self, change: RunChange) -> list[str]:
-        """Apply `change` to the index, and return the ids of the runs that have no value any more."""
+        """Apply `change` to the index of values. Return the ids of the runs (objects with many values) that have no
+        value any more.
+        """
         emptied = self._unbind(change.dropped)
         for added in change.added:
             if added.run_id in self._numbers or not added.rows["live"].any():
@@ -178,24 +186,24 @@ class Values:
         return emptied
 
     def replace(self, change: RunChange) -> None:
-        """Empty the index, then apply `change`."""
+        """Empty the index of values, then apply `change`, which is a whole index."""
         self._rows, self._runs, self._numbers = {}, {}, {}
         self.apply(change)
 
     def snapshot(self) -> RunChange:
-        """Return one change that makes this index from an empty one."""
+        """Return a change that makes this index of values from an empty one."""
         return RunChange((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
 
     def forget_run(self, run_id: str) -> None:
-        """Remove all values of the run `run_id`, whose object is gone."""
+        """Remove all values in the run `run_id` from the index, because the store has lost that object."""
         if run_id in self._numbers:
             run = self._runs[self._numbers[run_id]]
             self._unbind(run.rows["name"][run.rows["live"] == 1].tolist())
 
     def plan_drop(self, names: Iterable[bytes], *, is_final: bool, most_bytes: int) -> DropPlan | None:
-        """Return a plan to drop the values of these names; None if there are none. With `is_final` no run keeps bytes
-        of them; otherwise only runs of little use are rewritten. The plan moves about `most_bytes` at most: the rest
-        is left for the next plan.
+        """Return a plan to delete the values called `names`; None if there are none. With `is_final` every run (an
+        object with many values) that has bytes of them is rewritten; otherwise only runs in which few values are left.
+        The plan copies at most about `most_bytes` bytes; another plan is then needed for the other values.
         """
         wanted: dict[int, list[bytes]] = {}
         for name in names:
