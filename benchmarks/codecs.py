@@ -1,8 +1,8 @@
 """Measures the codecs on real K and V: how much smaller they make a block, and how fast, on one core.
 
-The payloads are those that the engine computed of texts of this repository for SmolLM2-135M and Gemma 3 270M
+The engine computed the payloads from texts of this repository for SmolLM2-135M and Gemma 3 270M
 (`support/kv_payloads.py`). A ratio is the bytes of all payloads divided by the bytes that a codec stored for them, with
-the frames' heads and tables; the figure is that of the model that gains less. Speeds are for whole blocks, encoded and
+the frames' heads and tables; the figure is for the model that gains less. Speeds are for whole blocks, encoded and
 decoded in turns with one thread's memcpy of 256 MB, the baseline. They are by processor time, of this process and the
 one in which a codec works, so other work on the machine changes them little. Each figure is the median of the turns,
 for the slower of both models.

@@ -1,7 +1,7 @@
 """Payloads of real K and V: the engine computes them from texts of this repository, and a daemon keeps them.
 
-Of each model: 1,024 tokens of English documents, 512 each of the licence, of Python source and of JSON. The bytes are
-those that the daemon stored, float16; as bfloat16 they are rounded to the nearest.
+Of each model: 1,024 tokens of English documents, 512 each of the licence, of Python source and of JSON. The daemon
+stored these bytes, float16; as bfloat16 they are rounded to the nearest.
 """
 
 from __future__ import annotations

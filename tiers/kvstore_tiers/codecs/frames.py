@@ -46,7 +46,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CodedLayers(NamedTuple):
-    """What a codec wrote, layer by layer: the lengths in bytes, and which layers are stored as they are. The first
+    """The layers that a codec wrote: their lengths in bytes, and which of them are stored as they are. The first
     `common_bytes` bytes, before the layers, are for all of them."""
 
     lengths: Sequence[int]
@@ -119,7 +119,7 @@ class LayeredCodec(Codec):
             shape.layer_bytes, *error, coded.common_bytes,
         )  # fmt: skip
         written = head + shape.pack() + index.astype("<u4").tobytes()
-        target[: len(written)] = written
+        np.frombuffer(target, np.uint8)[: len(written)] = np.frombuffer(written, np.uint8)
         return Encoded(len(written) + coded.common_bytes + sum(coded.lengths), coded.error)
 
     def decode(self, stored: memoryview, payload: memoryview) -> None:

@@ -219,7 +219,7 @@ def _pieces(layer: Bytes, sizes: list[int]) -> Iterator[tuple[bool, Bytes]]:
 
 
 def _scatter(shape: PayloadShape, pieces: list[tuple[bool, Bytes]], target: Bytes, layers: Bytes) -> None:
-    """Fill `layers` with the pieces; those that the library made are in `target`."""
+    """Fill `layers` with the pieces. `target` has the pieces that the library made."""
     at = 0
     for number, (is_coded, piece) in enumerate(pieces):
         layer, place = divmod(number, len(shape.tensors))

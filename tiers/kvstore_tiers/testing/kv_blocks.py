@@ -1,4 +1,4 @@
-"""Blocks of K and V for the tests of codecs: numbers like those of a model, and numbers that no model should give."""
+"""Blocks of K and V for the tests of codecs: numbers as models give them, and numbers that no model should give."""
 
 from __future__ import annotations
 
