@@ -139,7 +139,8 @@ class Comparison:
             given = {
                 "model": str(self.folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32",
                 "seed": 0, "max_num_seqs": 1, "max_model_len": 4096, "transfer": opened.transfer,
-                "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_BYTES[self.model], "one_process": True,
+                "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_BYTES[self.model], "pool_gib": None,
+                "one_process": True,
                 **(self.tier_options if isinstance(store, FileTier) else {}),
             }  # fmt: skip
             with EngineProcess(self.folder / LOG, python=str(vllm_engine.PYTHON), **given) as engine:

@@ -20,8 +20,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(sys.stdin.readline())
-    if "kv_cache_memory_bytes" not in spec:  # vLLM would pass it over without a word
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    if (pool_gib := spec.pop("pool_gib", 2)) is not None:  # on CPUs it counts, not `kv_cache_memory_bytes`
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(pool_gib))
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

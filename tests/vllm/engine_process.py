@@ -39,8 +39,9 @@ class EngineDied(AssertionError):
 
 
 class EngineProcess:
-    """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones; and
-    `one_process`: scheduler and worker run in the child itself, which starts in a third of the processor time.
+    """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones;
+    `one_process`: scheduler and worker run in the child itself, which starts in a third of the processor time; and
+    `pool_gib`: of engines on CPUs, 2 by default; with None `kv_cache_memory_bytes` counts.
     """
 
     def __init__(self, log: Path, *, python: str = sys.executable, **spec: Any) -> None:

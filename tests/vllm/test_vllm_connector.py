@@ -193,17 +193,18 @@ def test_another_dtype_never_hits(daemon: RunningDaemon, start_engine: StartEngi
     eight), and prefill takes steps of 96 tokens.
     """
     small = {"max_model_len": 512, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 96, "max_num_seqs": 4}
-    prompts = [prompt_of(f"preempted-{number}", 220) for number in range(4)]
-    with start_engine("float32", one_process=True, **small) as engine:
+    prompts = [prompt_of(f"preempted-{number}", 200) for number in range(4)]
+    with start_engine("float32", **small) as engine:
         assert engine.ask([known["plain"].prompt[:500]], 1).cached == [0]
-        together = engine.ask(prompts, 60)
+        together = engine.ask(prompts, 100)
         assert together.finish == ["length"] * 4
         assert together.preemptions > 0
-    with start_engine("float32", one_process=True, **small) as engine:
-        for prompt, tokens in zip(prompts, together.tokens, strict=True):
-            answer = engine.ask([prompt + tokens[:50]], 10)
+    whole = [prompt + tokens for prompt, tokens in zip(prompts, together.tokens, strict=True)]
+    with start_engine("float32", **small) as engine:
+        for sequence in whole:
+            answer = engine.ask([sequence[:280]], 20)
             assert answer.cached == [2 * BLOCK_TOKENS]
-            assert answer.tokens[0] == tokens[50:]
+            assert answer.tokens[0] == sequence[280:300]
 
 
 def kvctl(daemon: RunningDaemon, *arguments: str) -> dict[str, list[dict[str, int | str]]]:

@@ -18,7 +18,7 @@ from tests.vllm.test_vllm_connector import prompt_of
 BLOCK_TOKENS = 128
 PROMPTS = [prompt_of("tiered"), prompt_of("tiered-other", 500)]
 CACHED = [7 * BLOCK_TOKENS, 3 * BLOCK_TOKENS]
-NEW_TOKENS = 8
+NEW_TOKENS = 16
 
 
 def transfer(daemon: RunningDaemon, connector: str = "KVStoreOffloadingConnector", **tier: Any) -> dict[str, Any]:
@@ -45,9 +45,7 @@ def transfer(daemon: RunningDaemon, connector: str = "KVStoreOffloadingConnector
 
 def start(tmp_path: Any, transfer: dict[str, Any], dtype: str = "bfloat16") -> EngineProcess:
     model = str(exported(dtype))
-    return EngineProcess(
-        tmp_path / "engine.log", model=model, dtype=dtype, transfer=transfer, one_process=True, **SMALL
-    )
+    return EngineProcess(tmp_path / "engine.log", model=model, dtype=dtype, transfer=transfer, **SMALL)
 
 
 def test_a_restarted_engine_loads_through_vllms_cpu_tier_and_answers_the_same(

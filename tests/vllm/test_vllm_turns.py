@@ -25,7 +25,7 @@ def test_prompts_are_restored_answers_are_equal_and_depend_on_what_was_restored(
     )
     here = {"spec_name": "HostTieringSpec", "spec_module_path": "host_spec"}  # beside engine_child.py
     way = turns.plugin(32 << 20, **here) if name == "plugin" else turns.connector()
-    found = turns.compared(way, answers.SMALL, one_process=True)
+    found = turns.compared(way, answers.SMALL)
     assert (found.wrong, found.unsure) == ("", "")
     prompts = answers.SMALL.prompts_tokens
     assert found.restored_tokens == 2 * sum(prompts) and not any(tokens % BLOCK_TOKENS for tokens in prompts)
