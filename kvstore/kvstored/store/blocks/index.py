@@ -137,9 +137,8 @@ class UseCounts:
 
 
 class Residency(ResidencyView):
-    """The block index: which blocks exist, in which of `tiers` (fastest first) each has copies, and which may be
-    evicted. ResidencyView answers questions; the parts joined here make changes. `ghost_keys` is the number of removed
-    keys that are remembered for each tenant."""
+    """The block index: which blocks exist, in which of `tiers` (fastest first), and which may be evicted. ResidencyView
+    answers questions; the parts joined here make changes. `ghost_keys` removed keys are remembered for each tenant."""
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ class Upkeep:
     """A scheduler of the policy's background steps, which learn from chains and free unused ones. Requests pay for them
     with a little time each; call `requested` for every request.
 
-    The time that a request may spend grows with its blocks, so long requests bear most of it. If none is long, one
-    request in some dozens runs a step."""
+    The time that a request may spend grows with its blocks: long requests bear most of it. If none is long, one request
+    in some dozens runs a step."""
 
     def __init__(self, learning: ChainLearner, collector: Collector) -> None:
         self._learning = learning
