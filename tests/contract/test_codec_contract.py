@@ -9,7 +9,7 @@ import pytest
 from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_named, codec_names
 from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.codecs.lossless import LosslessCodec
-from kvstore_tiers.codecs.quantised import Int4Codec, Int8Codec
+from kvstore_tiers.codecs.quantised import int4, int8
 from kvstore_tiers.testing import CodecContract
 from kvstore_tiers.testing.made_up_codec import MadeUpCodec
 from kvstore_tiers.testing.transfers import block_with_pattern, encoded
@@ -46,12 +46,12 @@ class TestContextCodec(CodecContract):
 
 class TestInt8Codec(CodecContract):
     def make_codec(self) -> Codec:
-        return Int8Codec()
+        return int8()
 
 
 class TestInt4Codec(CodecContract):
     def make_codec(self) -> Codec:
-        return Int4Codec()
+        return int4()
 
 
 def test_the_made_up_codec_is_offered_to_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:

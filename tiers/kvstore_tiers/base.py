@@ -322,8 +322,7 @@ class Tier(ABC):
 
     def sync(self, done: Completion) -> None:
         """Make every write that was begun, and every slot that was freed, before this call durable. `done` is called
-        afterwards, and after the completions of those writes. A volatile tier calls `done` at once, on the caller's
-        thread.
+        after the completions of those writes; in a volatile tier at once, on the caller's thread.
         """
         done(Outcome(OutcomeKind.DONE))
 
@@ -337,14 +336,13 @@ class Tier(ABC):
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         """Test whether the medium works, without touching a block; `done` gets DONE, or FAILED with the reason. With
         `thorough` the tier writes, syncs, reads and compares scratch bytes; if it had stopped because of failures, a
-        success makes it work again. Otherwise it only checks that its directory or peer exists. A volatile tier answers
-        at once.
+        success makes it work again. Otherwise it only checks that its directory or peer exists.
         """
         done(Outcome(OutcomeKind.DONE))
 
     def quarantine(self, slot: Slot, reason: str) -> None:
-        """Take `slot`, whose block is corrupt for `reason`, out of use, and keep its bytes so that an operator can
-        examine them. If too many slots are kept already, the slot is freed.
+        """Take `slot`, whose block is corrupt for `reason`, out of use, and keep its bytes for an operator. If
+        too many slots are kept already, the slot is freed.
         """
         self.free(slot)
 
@@ -386,8 +384,7 @@ class Tier(ABC):
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         """Yield the blocks that the tier has kept since the last process, each once, as an allocated slot and a header
-        without token ids. A durable tier allocates slots only in containers that were recovered. A volatile tier yields
-        nothing.
+        without token ids. A durable tier allocates slots only in containers that were recovered.
         """
         return iter(())
 

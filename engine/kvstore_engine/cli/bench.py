@@ -222,7 +222,7 @@ def _write_comparison(options: argparse.Namespace, result: dict[str, Any]) -> No
 def _comparison_text(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}, {result['threads']} threads, ours over llama.cpp's ({result['baseline']})"]
     if not result["same_ggml_build"]:
-        lines.append("the two sides did not _run_against the same ggml build: no ratios")
+        lines.append("the two sides did not run the same ggml build: no ratios")
     for row in result["rows"]:
         lines.append(
             f"{row['concurrency']:>3} clients over HTTP: throughput {_times(row, 'throughput_ratio_best')} of its best "

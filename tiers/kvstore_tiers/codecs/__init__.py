@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is loaded
     from kvstore_proto.arena import BlockHeader
@@ -60,10 +60,10 @@ class Codec(ABC):
     that differs, within the error that `encode` reported; they give back the same payload each time.
     """
 
-    name: ClassVar[str]
-    number: ClassVar[int]  # 1 to 255; 254 and 255 are kept for tests
-    is_lossy: ClassVar[bool] = False
-    most_error: ClassVar[float] = 1.0  # a block with a larger relative RMS of the error is stored exact
+    name: str
+    number: int  # 1 to 255; 254 and 255 are kept for tests
+    is_lossy: bool = False
+    most_error: float = 1.0  # a block with a larger relative RMS of the error is stored exact
 
     def lacks(self) -> str:
         """Return what must be installed before a tier can have this codec, in one line; "" if nothing is missing."""
@@ -105,8 +105,8 @@ class Codec(ABC):
 
 
 class Entry(NamedTuple):
-    """One codec of the list. It is loaded by name when a tier that uses it is opened, or by number when a block that it
-    encoded is read."""
+    """One codec of the list: calling `kind` of `module` makes it. It is loaded by name when a tier that uses it is
+    opened, or by number when a block that it encoded is read."""
 
     number: int
     module: str
@@ -116,8 +116,8 @@ class Entry(NamedTuple):
 CODECS: dict[str, Entry] = {
     "lossless": Entry(1, "kvstore_tiers.codecs.lossless", "LosslessCodec"),
     "context": Entry(2, "kvstore_tiers.codecs.context", "ContextCodec"),
-    "int8": Entry(3, "kvstore_tiers.codecs.quantised", "Int8Codec"),
-    "int4": Entry(4, "kvstore_tiers.codecs.quantised", "Int4Codec"),
+    "int8": Entry(3, "kvstore_tiers.codecs.quantised", "int8"),
+    "int4": Entry(4, "kvstore_tiers.codecs.quantised", "int4"),
 }
 MADE_UP, ROUNDING = "made-up", "rounding"
 _OF_TESTS = {

@@ -1,5 +1,6 @@
-"""Frames are the stored form of codecs that work layer by layer. A frame describes itself, so that decoding needs the
-frame alone, and any layer can be decoded alone.
+"""Frames are the stored form of codecs that work layer by layer. A frame describes itself.
+
+Decoding needs the frame alone, and any layer can be decoded alone. Its parts are these.
 
     offset  size  field
     0       4     magic "KVCF"
@@ -8,10 +9,10 @@ frame alone, and any layer can be decoded alone.
     6       1     how many tensors a layer has
     7       1     1: the form is lossy
     8       4     version of the layers' form, of the codec
-    12      4     layers
+    12      4     number of layers;
     16      8     bytes of a layer after decoding
     24      4     relative RMS of the error, float32
-    28      4     largest error, float32
+    28      4     largest error, float32;
     32      4     bytes in front of the layers that all of them need
     36      28    a tensor, for each (`shapes.py`)
     ..      4     a layer, for each: its length, and in the highest bit 1 for a layer that is stored as it is

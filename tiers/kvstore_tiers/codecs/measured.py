@@ -26,8 +26,8 @@ class Measured(Codec):
 
     def __init__(self, codec: Codec, rates: CodecRates) -> None:
         self._codec, self._rates = codec, rates
-        self.name, self.number = codec.name, codec.number  # type: ignore[misc]  # a codec's own are of its class
-        self.is_lossy, self.most_error = codec.is_lossy, codec.most_error  # type: ignore[misc]
+        self.name, self.number = codec.name, codec.number
+        self.is_lossy, self.most_error = codec.is_lossy, codec.most_error
 
     def lacks(self) -> str:
         return self._codec.lacks()

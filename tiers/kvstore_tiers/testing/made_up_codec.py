@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from typing import ClassVar
 
 import numpy as np
 import xxhash
@@ -33,8 +32,8 @@ _FASTEST = 1
 class MadeUpCodec(Codec):
     """A codec for tests, whose output has a length that cannot be predicted: it deflates a payload and adds padding."""
 
-    name: ClassVar[str] = "made-up"
-    number: ClassVar[int] = 255
+    name = "made-up"
+    number = 255
 
     def bound(self, payload_bytes: int) -> int:
         return _FRAME.size + payload_bytes + payload_bytes // 8 + 100

@@ -6,8 +6,6 @@ comes back as 0. A payload of an odd length keeps its last byte.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from kvstore_proto.arena import BlockHeader
@@ -20,9 +18,9 @@ _ERROR = CodingError(1 / 256, 255.0)
 class RoundingCodec(Codec):
     """Encodes and decodes the frames that the module describes."""
 
-    name: ClassVar[str] = "rounding"
-    number: ClassVar[int] = 254
-    is_lossy: ClassVar[bool] = True
+    name = "rounding"
+    number = 254
+    is_lossy = True
 
     def bound(self, payload_bytes: int) -> int:
         return len(_MARK) + payload_bytes // 2 + payload_bytes % 2

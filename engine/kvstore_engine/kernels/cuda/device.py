@@ -102,15 +102,12 @@ class Device(CudaDevice, Launcher):
 
     @property
     def window_bytes(self) -> int:
-        """The greatest size in bytes of a window (a range of device memory) that the device can keep in its L2 cache on
-        request; 0 if it cannot keep any.
-        """
+        """The largest range of memory that the device can keep in its L2 cache on request, in bytes; 0 if none."""
         return self.attribute(_MOST_WINDOW) if self.attribute(_MOST_KEPT) else 0
 
     def set_aside_cache(self, nbytes: int) -> int:
         """Reserve up to `nbytes` bytes of the L2 cache for windows (ranges of memory that stay in the cache), and
-        return how many bytes the device gives. With `nbytes` 0 the reservation ends.
-        """
+        return how many bytes the device gives. With `nbytes` 0 the reservation ends."""
         self.use_in_this_thread()
         limit = self.driver.CUlimit(_KEPT_LIMIT)
         if self.window_bytes:
@@ -122,8 +119,7 @@ class Device(CudaDevice, Launcher):
 
     def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
         """Set the range of memory `window` that later launches on `stream` keep in the L2 cache; None keeps no range
-        any more. `stream` must not be the default stream. Raises CudaError.
-        """
+        any more. `stream` must not be the default stream. Raises CudaError."""
         cuda = self.driver
         policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
         policy.hitProp, policy.missProp = map(cuda.CUaccessProperty, (_NORMAL, _NORMAL))

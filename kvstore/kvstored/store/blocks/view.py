@@ -95,8 +95,7 @@ class ResidencyView:
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return the rows of the leading blocks of `packed_keys`, 16 bytes each, up to the first that is not
-        readable."""
+        """Return the rows of the leading blocks of `packed_keys`, 16 bytes each, up to the first gap."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
@@ -120,8 +119,7 @@ class ResidencyView:
         return [readable.get(key, -1) for key in keys]
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Return an array with the row of the readable block, or -1, for each of `keys` (dtype V16). A million take 0.3
-        s."""
+        """Return an array with the row of the readable block, or -1, for each of `keys` (dtype V16)."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
         if index.bulk is not None:
@@ -349,8 +347,7 @@ class ResidencyView:
         return self.expires_s(row), self.priority(row), self.pinned_by(row)
 
     def reset_facts(self, row: int) -> None:
-        """Set the optional columns of `row` to their defaults, since its block is gone. The row may stay as a
-        placeholder."""
+        """Set the optional columns of `row`, whose block is gone, to their defaults."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
         if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
@@ -358,8 +355,7 @@ class ResidencyView:
         self.rows.optional.reset((row,))
 
     def codec(self, row: int, tier: int) -> int:
-        """Return the number of the codec that compressed the copy in `tier` of the block at `row`; 0 means a plain
-        payload."""
+        """Return the number of the codec of the copy in `tier` of the block at `row`; 0 means a plain payload."""
         return self.copies[tier].optional.get("codec", row)
 
     def stored_bytes(self, row: int, tier: int) -> int:
