@@ -96,7 +96,7 @@ def test_a_payload_that_ends_outside_of_its_chunk_is_not_leased(offset: int, blo
     page = np.zeros(HEADER_BYTES, np.uint8)
     daemon: Any = SimpleNamespace(
         device_arenas=SimpleNamespace(headers=lambda *_: {0: (chunk, page)}, is_off=False),
-        max_keys=8, hold=lambda _: None, release=lambda _: None,
+        max_keys=8, exact=True, hold=lambda _: None, release=lambda _: None,
     )  # fmt: skip
     chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
     get = Get(KeyedPrefix(daemon, fingerprint, fingerprint.groups[0], chain), ClientCounters(), 1.0, verify=False)

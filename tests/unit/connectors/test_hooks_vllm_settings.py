@@ -30,7 +30,7 @@ def test_what_is_set_is_taken() -> None:
     ("extra", "words"),
     [
         ({"sockets": "/run/x"}, "unknown key 'sockets'; did you mean 'socket'"),
-        ({"zzz": 1}, "unknown key 'zzz'; known: always_load, beside_deadline_ms, "),
+        ({"zzz": 1}, "unknown key 'zzz'; known: accepts_lossy, always_load, "),
         ({"read_only": "yes"}, "read_only must be bool, got 'yes'"),
         ({"lookup_deadline_ms": True}, "lookup_deadline_ms must be int, got True"),
         ({"staging_mib": 0}, "staging_mib must be positive, got 0"),

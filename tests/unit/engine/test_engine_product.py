@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore_cuda.native_build import AVX2, FLAGS
 from kvstore_engine.ggml import load_library, tensor_at
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.graph.products import ProductOperations
@@ -150,7 +151,7 @@ def test_a_product_without_memory_ends_with_a_message(tmp_path: Path) -> None:
     source.write_text(
         '#include "product.h"\nint main(int, char** words) { *(char*)workspace(std::strtoull(words[1], 0, 10)) = 1; }'
     )
-    command = ["g++", *build._FLAGS, *build._AVX2, "-O1", "-fno-builtin-malloc", f"-I{kernels}", "-o", str(program)]
+    command = ["g++", *FLAGS, *AVX2, "-O1", "-fno-builtin-malloc", f"-I{kernels}", "-o", str(program)]
     subprocess.run([*command, str(source)], check=True, timeout=120)
     assert subprocess.run([str(program), "4096"]).returncode == 0
     ended = subprocess.run([str(program), str(1 << 62)], capture_output=True, text=True)
