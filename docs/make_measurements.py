@@ -32,7 +32,7 @@ ratios, not milliseconds: client, daemon and all else share two cores.
 """
 _TAIL = """## Figures on other pages
 
-[Matrix products](engine.md#products), [logits](engine.md#compared-with-llamacpp), [lookup index](lookup-index.md#measured),
+[Matrix products](engine.md#products), [logits](engine.md#compared-with-llamacpp), [lookups](lookup-index.md#measured),
 [predictors](prediction.md#figures), [decisions](adr/).
 """
 
