@@ -28,18 +28,12 @@ dozen figures that matter most.
 
 **Bold**: the target, which was set before the measurement, was missed. A command is `python benchmarks/COMMAND`, most
 with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare
-ratios, not milliseconds: on two cores the client, the daemon and everything else share the cores. Below each table
-stand machine, date, commit and command of its rows; without a commit, none was recorded.
+ratios, not milliseconds: client, daemon and all else share two cores.
 """
 _TAIL = """## Figures on other pages
 
-| topic | page |
-|---|---|
-| matrix products, logits against llama.cpp | [engine.md](engine.md#kernels) |
-| the lookup index, probe by probe | [lookup-index.md](lookup-index.md#measured) |
-| predictors | [prediction.md](prediction.md#figures) |
-| other stores: versions, settings, rules | [benchmarks/rivals](../benchmarks/rivals/README.md) |
-| why a design was chosen | [adr/](adr/) |
+[Matrix products](engine.md#products), [logits](engine.md#compared-with-llamacpp), [lookups](lookup-index.md#measured),
+[predictors](prediction.md#figures), [decisions](adr/).
 """
 
 
