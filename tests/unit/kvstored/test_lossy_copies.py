@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from kvstore_tiers.base import MemoryKind
 from kvstore_tiers.codecs import TESTING_ENVIRONMENT, CodingError, Encoded
+from kvstore_tiers.testing.memory import MemoryTier
 from kvstore_tiers.testing.rounding_codec import RoundingCodec
 from kvstored.lifecycle import Cause
+from kvstored.store.operations.records import GetRequest
 from kvstored.store.transfer import staging as module
-from tests.reference.small_store import FAR_S, SmallStore, small_store
+from kvstored.tier_set import TierSet
+from tests.reference.driven_store import DrivenStore
+from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore, small_store
 
 SETTINGS = ("nvme.codec=rounding", "nvme.codec_staging=1MiB")
 
@@ -102,5 +108,29 @@ def test_a_block_whose_error_is_over_the_bound_is_stored_as_it_is(
             row = await put_accepting(small, 1)
             await write(small, row)
             assert not small.residency.exactness.has_lossy and small.store.counters["uncoded_blocks"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_lossy_copy_on_a_device_serves_who_accepts_it_though_an_exact_one_is_far(tmp_path: Path) -> None:
+    async def main() -> None:
+        device = MemoryTier(8 * SLOT_BYTES, name="vram", memory=MemoryKind.DEVICE)
+        async with small_store(tmp_path, before=[device]) as small:
+            driven, residency = DrivenStore(small), small.residency
+            row = await small.store_in(small.mapped, 1)
+            await write(small, row)
+            small.leave_host(row)
+            slot = device.allocate(SLOT_BYTES)
+            assert slot is not None
+            residency.exactness.note(row, 0, 1.0)
+            residency.attach(row, 0, slot, small.clock.monotonic_ns())
+            client = replace(driven.client, exact=False, device_tiers=TierSet.of(0))
+            acquired = driven.operations.get.acquire_mapped(client, GetRequest(small.key(1)))
+            assert acquired is not None and acquired.run is not None and acquired.run.slots == [slot]
+            driven.operations.get.release(client, [acquired.run.lease_id])
+            client.exact = True
+            acquired = await driven.operations.get.acquire(client, GetRequest(small.key(1)))
+            assert acquired.run is not None and acquired.run.slots == [residency.slot(row, small.mapped)]
+            driven.operations.get.release(client, [acquired.run.lease_id])
 
     asyncio.run(main())

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from kvstore_cuda.native_build import AVX2, Unit, build_library
-from kvstore_tiers.codecs import Codec, codec_named, native
+from kvstore_proto.number_types import NUMBER_TYPES
+from kvstore_tiers.codecs import Codec, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
+from kvstore_tiers.codecs.shapes import STATE, PayloadShape, Tensor
 from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block
 from tests.reference.skips import skip_without_compiler
 
@@ -68,3 +70,14 @@ def _both_ways(codec: Codec, block: Block) -> tuple[object, bytes, bytes]:
     if stored:
         codec.decode(memoryview(stored), back.data)
     return encoded, stored, back.tobytes()
+
+
+def test_a_thread_does_not_keep_the_memory_for_a_large_state() -> None:
+    bfloat = NUMBER_TYPES["bf16"]
+    small, large = (
+        PayloadShape(8, numbers * 2, (Tensor(STATE, bfloat, 0, 1, 1, numbers, numbers * 2, numbers * 2),))
+        for numbers in (1 << 10, 1 << 19)
+    )
+    kept = context._work_of(small)
+    assert context._work_of(large).nbytes > 10 * large.nbytes
+    assert context._work_of(small) is kept

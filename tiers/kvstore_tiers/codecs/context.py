@@ -40,6 +40,7 @@ from kvstore_tiers.codecs.shapes import PayloadShape
 
 _LOW_BITS: Final = {NUMBER_TYPES["f16"]: 8, NUMBER_TYPES["bf16"]: 5}
 _NO_MEMORY: Final = -2
+_MOST_HELD: Final = 64 << 20
 _TENSOR_BYTES: Final = 512 * 1024  # tables of a tensor: 26 of 16 KiB, and more
 _thread = threading.local()
 
@@ -93,13 +94,16 @@ class ContextCodec(LayeredCodec):
 
 
 def _work_of(shape: PayloadShape) -> Bytes:
-    """Return memory to encode or decode in, which this thread uses again: new pages cost more than the work in them."""
+    """Return memory to encode or decode in. This thread uses it again, since new pages cost more than the work in them,
+    unless it has over `_MOST_HELD` bytes: a block of one token, a recurrent state, takes many times its size."""
     channels = sum(each.heads * each.width for each in shape.tensors)
     needed = shape.nbytes // 2 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
     needed += 8 * shape.layer_bytes + 128 * 1024
     held: Bytes | None = getattr(_thread, "work", None)
     if held is None or held.nbytes < needed:
-        held = _thread.work = np.empty(needed, np.uint8)
+        held = np.empty(needed, np.uint8)
+        if needed <= _MOST_HELD:
+            _thread.work = held
     return held
 
 

@@ -3,8 +3,9 @@ nine times its input, and may crash on spoilt bytes: the daemon can have none of
 
 Started as `python -m kvstore_tiers.codecs.library_worker SOCKET MEMORY`, with two descriptors. A request is a packed
 `_HEAD`, then numbers, 8 bytes each; the bytes to work on are one piece after the other in the first half of the shared
-memory, and the results are put into the second half. The answer is the lengths of the results, or one line of text that
-says what is wrong. Invariant: a piece is decompressed only if its head promises the length that is asked for.
+memory, and the results are put into the second half. The answer is one byte: `DONE` with the lengths of the results,
+`REFUSED` or `FAILED` with one line of text. Invariants: a piece is decompressed only if its head promises the length
+that is asked for; `REFUSED` is the library's own verdict on a piece, never a lack of memory or of the library.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OPENZL_FORMAT: Final = 21
 LEAST_GAIN: Final = 0.03
 _DISABLED: Final = 2
 DATA_LIMIT_BYTES = 2 << 30
+DONE, REFUSED, FAILED = b"\0", b"\1", b"\2"
 
 
 class Library(Protocol):
@@ -125,9 +127,10 @@ def serve(connection: Connection, memory_fd: int) -> None:
                 lengths = _compress(used, whole[:half], whole[half : 2 * half], numbers, bool(is_bfloat))
             else:
                 lengths = _decompress(used, whole[:half], whole[half : 2 * half], numbers[:pieces], numbers[pieces:])
-            connection.send_bytes(b"\0" + np.array(lengths, "<u8").tobytes())
+            connection.send_bytes(DONE + np.array(lengths, "<u8").tobytes())
         except Exception as error:  # of a library, of any kind
-            connection.send_bytes(f"{type(error).__name__}: {error}".replace("\n", " ")[:300].encode())
+            verdict = FAILED if isinstance(error, ImportError | MemoryError | OSError) else REFUSED
+            connection.send_bytes(verdict + f"{type(error).__name__}: {error}".replace("\n", " ")[:300].encode())
         del whole
 
 

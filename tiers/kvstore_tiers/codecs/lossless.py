@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +28,17 @@ from kvstore_proto.version import pip_install
 from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.codecs import NotReadable, Undecodable
 from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
-from kvstore_tiers.codecs.library_worker import BLOSC2, COMPRESS, DECOMPRESS, HEAD, LIBRARIES, OPENZL, OPENZL_FORMAT
+from kvstore_tiers.codecs.library_worker import (
+    BLOSC2,
+    COMPRESS,
+    DECOMPRESS,
+    DONE,
+    HEAD,
+    LIBRARIES,
+    OPENZL,
+    OPENZL_FORMAT,
+    REFUSED,
+)
 from kvstore_tiers.codecs.shapes import PayloadShape
 
 EXTRA = "codecs"
@@ -113,26 +124,28 @@ class Worker:
             if self._memory_fd < 0:
                 self._memory_fd = os.memfd_create("kvstored-codec", os.MFD_CLOEXEC)
             if self._half < nbytes:
-                self._half = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, BATCH_BYTES)
-                os.ftruncate(self._memory_fd, 2 * self._half)
-                self._whole = np.frombuffer(mmap.mmap(self._memory_fd, 2 * self._half), np.uint8)
+                half = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, BATCH_BYTES)
+                os.ftruncate(self._memory_fd, 2 * half)
+                self._whole = np.frombuffer(mmap.mmap(self._memory_fd, 2 * half), np.uint8)
+                self._half = half
             yield self._whole[: self._half], self._whole[self._half :]
 
     def ask(
         self, operation: int, library: int, numbers: Sequence[int], pieces: int = 0, is_bfloat: bool = False
     ) -> list[int]:
         """Return the lengths that the worker answers; the caller has `room`. Raises Undecodable for what it refuses to
-        decompress, NotReadable when it dies twice."""
+        decompress, NotReadable when it dies twice or lacks the library or memory."""
         request = (
             HEAD.pack(operation, library, is_bfloat, pieces or len(numbers), self._half)
             + np.array(numbers, "<u8").tobytes()
         )
         for _ in range(2):
             answer = self._answer(request)
-            if answer[:1] == b"\0":
+            if answer[:1] == DONE:
                 return [int(each) for each in np.frombuffer(answer, "<u8", offset=1)]
             if answer:
-                raise Undecodable(answer.decode(errors="replace"))
+                wrong = answer[1:].decode(errors="replace")
+                raise Undecodable(wrong) if answer[:1] == REFUSED else NotReadable(wrong)
         raise NotReadable("its process died over it")
 
     def close(self) -> None:
@@ -158,6 +171,9 @@ class Worker:
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
+        limit = struct.pack("ll", int(ANSWER_S), int(ANSWER_S % 1 * 1e6))
+        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # of one that stops within a request or an answer
+            ours.setsockopt(socket.SOL_SOCKET, way, limit)
         with theirs:
             command = [sys.executable, "-m", "kvstore_tiers.codecs.library_worker"]
             self._process = subprocess.Popen(

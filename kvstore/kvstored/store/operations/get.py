@@ -23,7 +23,7 @@ from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, 
 from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
-from kvstored.tier_set import MEMBERS, TierSet
+from kvstored.tier_set import MEMBERS, ONLY, TierSet
 
 
 class Gets:
@@ -233,8 +233,9 @@ class Gets:
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
         if others:
-            best = self._exactness.best_tiers
-            places = [next(iter(MEMBERS[best(row) & others]), mapped) for row in rows]
+            best, mask = self._exactness.best_tiers, residency.rows.mask
+            choices = ((best(row) & others, mask[row] & ONLY[mapped], mask[row] & others) for row in rows)
+            places = [next(MEMBERS[tiers][0] for tiers in each if tiers) for each in choices]
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         else:
             slots = residency.slots(rows, mapped)
