@@ -110,6 +110,18 @@ def test_a_restart_knows_which_copies_are_lossy(how: str, daemon: RunningDaemon)
         assert _gets(exact, 1, lossy=False) and _is_missed(exact, 2)
 
 
+def test_a_tenant_that_allows_it_no_more_gets_no_lossy_copy(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL, exact=False) as lossy:
+        _put(lossy, 1)
+        daemon.drop("host")
+    daemon.stop()
+    assert daemon.config is not None
+    daemon.config.write_text(daemon.config.read_text().replace("lossy = true", "lossy = false"))
+    daemon.restart()
+    with daemon.connect(MODEL, exact=False) as session:
+        assert _is_missed(session, 1)
+
+
 def test_operators_see_the_form_and_the_error(daemon: RunningDaemon, capfdbinary: Any) -> None:
     kvctl = Kvctl(daemon, capfdbinary)
     with daemon.connect(MODEL, exact=False) as lossy:

@@ -122,7 +122,7 @@ class Reception:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
         tenant = self._sessions.tenant_of(peer)
         session = self._sessions.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
-        session.exact = not hello.accepts_lossy
+        session.exact = not (hello.accepts_lossy and tenant.limits.lossy)
         session.device_tiers = self._store.tiers_on(hello.device_identity) if hello.device_identity else NO_TIERS
         if session.staging is not None:
             self._arenas.prepare(tenant)

@@ -127,7 +127,7 @@ class ClientSessions:
         ones cost nothing: call `note_fingerprint` before blocks are stored under it.
         """
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
-        session.exact = exact
+        session.exact = exact or not tenant.limits.lossy
         return session
 
     def note_fingerprint(self, session: ClientSession) -> None:

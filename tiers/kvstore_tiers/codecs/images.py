@@ -118,7 +118,7 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
     """Fill `segments` with the payload of a block. `stored` has its encoded bytes, whose checksum was verified before.
 
     The outcome DONE has the header of the payload as it is. After CORRUPT or UNREADABLE the segments hold garbage.
-    FAILED: the payload does not fit into the segments.
+    FAILED: the payload does not fit into the segments, or the codec failed, perhaps for lack of memory.
     """
     nbytes = header.payload_bytes
     if total_bytes(segments) < nbytes:
@@ -135,8 +135,8 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
         return Outcome(OutcomeKind.UNREADABLE, message=f"codec {codec.name} cannot read its bytes here: {error}")
     except Undecodable as error:
         return Outcome(OutcomeKind.CORRUPT, message=f"codec {codec.name} cannot read its bytes: {error}")
-    except Exception as error:  # of a library, perhaps: neither the bytes nor the medium are known to be at fault
-        return Outcome(OutcomeKind.UNREADABLE, message=f"codec {codec.name} failed: {type(error).__name__}: {error}")
+    except Exception as error:  # of a library, or a lack of memory, which may pass: the bytes may be as they were put
+        return Outcome(OutcomeKind.FAILED, message=f"codec {codec.name} failed: {type(error).__name__}: {error}")
     if checksum_at(whole.address, nbytes) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message=f"what codec {codec.name} gives back is not the payload")
     if len(own) > 1:

@@ -134,7 +134,7 @@ class Worker:
         self, operation: int, library: int, numbers: Sequence[int], pieces: int = 0, is_bfloat: bool = False
     ) -> list[int]:
         """Return the lengths that the worker answers; the caller has `room`. Raises Undecodable for what it refuses to
-        decompress, NotReadable when it dies twice or lacks the library or memory."""
+        decompress, NotReadable without the library, and RuntimeError when it dies twice or lacks memory."""
         request = (
             HEAD.pack(operation, library, is_bfloat, pieces or len(numbers), self._half)
             + np.array(numbers, "<u8").tobytes()
@@ -145,8 +145,10 @@ class Worker:
                 return [int(each) for each in np.frombuffer(answer, "<u8", offset=1)]
             if answer:
                 wrong = answer[1:].decode(errors="replace")
-                raise Undecodable(wrong) if answer[:1] == REFUSED else NotReadable(wrong)
-        raise NotReadable("its process died over it")
+                if answer[:1] == REFUSED:
+                    raise Undecodable(wrong)
+                raise NotReadable(wrong) if wrong.startswith(ImportError.__name__) else RuntimeError(wrong)
+        raise RuntimeError("its process died over it")
 
     def close(self) -> None:
         """End the process."""

@@ -15,12 +15,13 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot, Tier
-from kvstore_tiers.codecs import Codec, CodingError, NotReadable, Undecodable, codec_named, codec_numbered
+from kvstore_tiers.codecs import Codec, CodingError, NotReadable, Undecodable, codec_named, codec_numbered, images
 from kvstore_tiers.codecs.frames import FORM_OFFSET, FRAME_VERSION_OFFSET, LayeredCodec
 from kvstore_tiers.codecs.images import view
 from kvstore_tiers.codecs.shapes import PayloadShape
@@ -197,6 +198,11 @@ class CodecContract(ABC):
             _stamp(image, replace(header, coded=header.coded._replace(codec=UNKNOWN)))
 
         self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, f"codec {UNKNOWN}, which this kvstored does not have")
+
+    def test_a_codec_that_fails_for_now_is_no_damage(self, tmp_path: Path) -> None:
+        failing = mock.Mock(decode=mock.Mock(side_effect=MemoryError("no memory for now")))
+        with mock.patch.object(images, "codec_numbered", lambda _: failing):
+            self._refused(tmp_path, lambda *_: None, OutcomeKind.FAILED, "no memory for now")
 
     def test_a_form_of_a_newer_version_is_no_damage(self, tmp_path: Path) -> None:
         codec = self.make_codec()

@@ -198,6 +198,11 @@ class Verbs:
     def _looked_up(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply | None:
         """Return the answer to a lookup; None if shared stores may have blocks that are unknown here, and the request
         has time to wait for them."""
+        count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
+        if count > self._max_keys:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
+            )
         if self._questions(session, request):
             return None
         return self._presences(session, request)
@@ -222,11 +227,6 @@ class Verbs:
         return [question for question in asked if question is not None]
 
     def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
-        count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
-        if count > self._max_keys:
-            raise KVStoreError(
-                ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
-            )
         reply = pb.LookupReply()
         found = [self._look_up_set(session, key_set, reply.sets.add()) for key_set in request.sets]
         if any(each.cause is not None for each in found):
