@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from support.daemon import bench_daemon
 
-from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.arena import HEADER_BYTES, TOKENS_OFFSET
 from kvstore_proto.v1 import admin_pb2
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
@@ -70,7 +70,7 @@ class Ours:
 
     def blocks(self, disk: Path, since_ns: int, until_ns: int) -> list[list[Place]]:
         """Return the places of each block stored between two times of the wall clock, after the store has ended."""
-        found = []
+        by_tokens: dict[bytes, list[Place]] = defaultdict(list)  # one slot for each group of layers
         for slab in sorted(disk.glob("nvme/slabs/*.slab")):
             raw = slab.read_bytes()
             block = read_superblock(raw[:SUPERBLOCK_BYTES])
@@ -79,8 +79,9 @@ class Ours:
                 header = record_header(record) if record[6] == RecordState.LIVE else None
                 if header is not None and since_ns <= header.created_ns < until_ns:
                     start = block.slot_offset(index) + HEADER_BYTES
-                    found.append([(slab, start, start + header.payload_bytes)])
-        return found
+                    tokens = raw[start - HEADER_BYTES + TOKENS_OFFSET : start]
+                    by_tokens[tokens].append((slab, start, start + header.payload_bytes))
+        return list(by_tokens.values())
 
 
 class FileTier:
