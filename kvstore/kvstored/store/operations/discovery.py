@@ -69,16 +69,6 @@ class Discovery:
         """True if the store has a remote (key-addressed) tier to ask."""
         return bool(self._tiers)
 
-    def declines(self, client: Client, blocks: int) -> bool:
-        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks of `client` does not
-        pay. When it returns False, call `ask`, which decides."""
-        if not self.is_possible:
-            return True
-        if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
-            return False
-        self._counters.add("discovery_declined")
-        return True
-
     def ask(
         self, client: Client, keys: bytes, known: int, group: int, limit_ms: int, parent: bytes = NO_PARENT
     ) -> Question | None:
@@ -87,6 +77,11 @@ class Discovery:
         `limit_ms` is how long the caller can wait. Return the question when waiting for its answer pays, else None.
         """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
+        if not blocks or not self.is_possible:
+            return None
+        if self.value.declines(client.tenant_id, blocks * tokens):
+            self._counters.add("discovery_declined")
+            return None
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
         if not positions:
             return None

@@ -133,9 +133,6 @@ class Gets:
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
         waiting pays."""
-        missing = asked.blocks - known
-        if not missing or self._discovery.declines(client, missing):
-            return None
         return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS), asked.parent)
 
     async def _begin(

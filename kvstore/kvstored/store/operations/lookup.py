@@ -69,10 +69,7 @@ class LookUp:
         know. Return the question when a wait of at most `wait_ms` for its answer pays, otherwise None. `parent` is the
         key of the block before the first one; `group` is the layer group.
         """
-        blocks = len(keys) // KEY_BYTES
         known = len(self._retention.find_run(client.tenant_id, keys))
-        if known == blocks or self._discovery.declines(client, blocks - known):
-            return None
         return self._discovery.ask(client, keys, known, group, wait_ms, parent)
 
     async def wait(self, questions: Iterable[Question], wait_ms: int) -> None:
