@@ -33,6 +33,7 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.own_sockets import OwnSockets
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
@@ -253,7 +254,7 @@ def make_services(
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake, storage.saver,
+        streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,
     )  # fmt: skip
 
 
@@ -282,7 +283,9 @@ def make_control(
     tokens_file = config.unary.tokens_in_use
     tokens = load_tokens(tokens_file, tenants.named, tenants.is_named) if tokens_file is not None else None
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
-    live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, tokens)
+    live_tenants = LiveTenants(
+        tenants, store.residency, services.shares, services.handshake, services.own_sockets, tokens
+    )
     reload = Reload(config, read, LiveSettings(store, resizes, live_tenants, certificates))
     served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
     return Control(

@@ -37,10 +37,20 @@ class ClientSession(Client):
     tenant: Tenant
     staging: StagingMemory | None
     give_back_staging: Callable[[int], None]
+    pool: str = ""  # the shared pool that `tenant` is, where the caller is another tenant
+    may_write: bool = True  # False for a reader of a pool
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
     is_over_leases: bool = False  # once it was, which is logged
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    def require_writer(self) -> None:
+        """Raise KVStoreError if this session's client may only read."""
+        if not self.may_write:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN,
+                f"this client reads the shared pool {self.pool}: its publisher alone puts and deletes blocks there",
+            )
 
     def put_ended(self) -> None:
         """Note that a put has ended. Release the staging memory if the session has ended, too, and nothing is copied
@@ -110,6 +120,16 @@ class ClientSessions:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
+    def pool_for(self, caller: Tenant, pool: str) -> tuple[Tenant, bool]:
+        """Return the tenant that is the shared pool `pool`, and whether `caller` may put blocks there; for a pool ""
+        the caller itself. Raises KVStoreError, in the same words whether there is such a pool or not."""
+        if not pool:
+            return caller, True
+        found = self._tenants.pool(pool, caller)
+        if found is None:
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"tenant {caller.name} has no shared pool of this name")
+        return found
+
     def open(
         self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
     ) -> ClientSession:
@@ -122,11 +142,16 @@ class ClientSessions:
         self.containers.note(tenant.name, peer.uid, peer.cgroup)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, *, exact: bool = True) -> ClientSession:
-        """Return a session for one unary call, which needs no end. Its fingerprint is not remembered, so that made-up
-        ones cost nothing: call `note_fingerprint` before blocks are stored under it.
+    def open_call(
+        self, caller: Tenant, fingerprint: Fingerprint, name: str, *, pool: str = "", exact: bool = True
+    ) -> ClientSession:
+        """Return a session for one unary call of `caller`, which needs no end, about its own blocks or those of `pool`.
+        Its fingerprint is not remembered, so that made-up ones cost nothing: call `note_fingerprint` before blocks are
+        stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
+        tenant, may_write = self.pool_for(caller, pool)
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+        session.pool, session.may_write = pool, may_write
         session.exact = exact or not tenant.limits.lossy
         return session
 

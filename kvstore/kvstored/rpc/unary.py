@@ -2,7 +2,8 @@
 
 It translates the caller into a tenant, its chain into keys, its errors into gRPC status, and bounds the calls at once.
 It owns its sockets: unary.sock for the daemon's own user, and a TCP port if one is configured, which is never served
-without tokens. It never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
+without tokens or clients' certificates. It never looks into a block. Invariant: a call sees blocks of its caller's
+tenant, or of a shared pool that lists it, and of no other.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def put(session: ClientSession, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
+            session.require_writer()
             if len(request.payloads) == len(blocks) and not blocks.are_given:
                 self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
@@ -117,7 +119,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         status.
         """
         try:
-            tenant = self._callers.tenant_of(context.invocation_metadata())
+            tenant = self._callers.tenant_of_call(context)
             if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
@@ -139,7 +141,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         with self._limit:
             named = request.chain
             session = self._sessions.open_call(
-                tenant, fingerprint_of(named), "unary call", exact=not named.accepts_lossy
+                tenant, fingerprint_of(named), "unary call", pool=named.pool, exact=not named.accepts_lossy
             )
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = call(session, blocks, request)
@@ -158,12 +160,13 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 @dataclass(frozen=True)
 class UnaryListeners:
     """The sockets of the service KVStoreUnary. `make_service` makes the service for the callers of one socket; `own`
-    returns the tenant of the daemon's own user.
+    returns the tenant of the daemon's own user, `by_certificate` the one of names in a client's certificate.
     """
 
     config: UnarySection
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
+    by_certificate: Callable[[list[str]], Tenant | None]
     tokens: Tokens | None
     certificates: Certificates | None
     health: HealthService
@@ -180,7 +183,8 @@ class UnaryListeners:
         """Return a gRPC server on the configured TCP port, for callers with a token, bound but not started. Raises
         ConfigError.
         """
-        remote = self._server(Callers(self.tokens, None))
+        by_certificate = self.by_certificate if self.config.tls_client_ca is not None else None
+        remote = self._server(Callers(self.tokens, None, by_certificate))
         _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
         return remote
 
