@@ -34,6 +34,7 @@ from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.own_sockets import OwnSockets
+from kvstored.clients.pressure import Pressure
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
@@ -244,7 +245,7 @@ def make_services(
     verbs = Verbs(store, operations, misses, explain.own)
     if config.daemon.record is not None:
         verbs = recorded(verbs, config.daemon.record, clock, stack)
-    answering = StreamServices(verbs, limits.inflight_per_client, latencies, clock)
+    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)

@@ -189,7 +189,8 @@ async def _listen_to_unary(
     limit = CallLimit(config.calls)
 
     def service(callers: Callers) -> UnaryService:
-        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
+        pressure = services.answering.pressure
+        return UnaryService(calls, callers, services.sessions, services.phase, limit, pressure, max_keys)
 
     listeners = UnaryListeners(
         config, service, lambda: tenants.resolve(ourselves()), tenants.by_certificate, control.tokens,

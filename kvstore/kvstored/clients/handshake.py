@@ -23,7 +23,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.reception import Reception
-from kvstored.clients.sessions import ClientSession
+from kvstored.clients.sessions import FULL_RETRY_MS, ClientSession
 from kvstored.clients.tenants import Peer, read_peer
 from kvstored.config.schema import LimitsSection
 from kvstored.process import ticks_now
@@ -36,7 +36,6 @@ MAX_REJECTED = 64
 ACCEPTED_A_TURN = 64
 ANYBODYS_PLACES = 32
 OTHERS_SHARE = 8  # of the places over those this fraction is never one user's alone
-FULL_RETRY_MS = 250
 _UCRED = struct.Struct("3i")
 
 

@@ -119,12 +119,11 @@ class Reception:
             fingerprint = parse_fingerprint(hello.fingerprint)
         except FingerprintError as error:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
-        tenant, may_write = self._sessions.pool_for(self._sessions.tenant_of(peer), hello.pool)
-        staging_bytes = hello.staging_bytes if may_write else 0
-        session = self._sessions.open(tenant, fingerprint, peer, _printable(hello.client_name), staging_bytes)
-        session.pool, session.may_write = hello.pool, may_write
+        caller, name = self._sessions.tenant_of(peer), _printable(hello.client_name)
+        session = self._sessions.open(caller, fingerprint, peer, name, hello.staging_bytes, hello.pool)
+        tenant = session.tenant
         session.exact = not (hello.accepts_lossy and tenant.limits.lossy)
-        if hello.device_identity and may_write:  # a client can write to device memory that it may import
+        if hello.device_identity and session.may_write:  # a client can write to device memory that it may import
             session.device_tiers = self._store.tiers_on(hello.device_identity)
         if session.staging is not None:
             self._arenas.prepare(tenant)

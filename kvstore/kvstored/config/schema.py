@@ -57,6 +57,10 @@ class LimitsSection:
     max_block_bytes: int
     staging_per_client_bytes: int
     inflight_per_client: int
+    clients_per_tenant: int
+    requests_per_tenant: int
+    moving_per_tenant_bytes: int
+    moving_bytes: int
     leases_per_client: int
     lease_ttl_ms: int
     limbo_per_tenant_bytes: int

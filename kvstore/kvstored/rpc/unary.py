@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 from kvstored.admin.lifetime import DaemonState, Phase
 from kvstored.clients.certificates import Certificates
+from kvstored.clients.pressure import RETRY_MS, Pressure, Work
 from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.tenants.tokens import Tokens
@@ -42,30 +46,38 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
+ONE_TENANTS_SHARE = 0.75
 _ANSWER_SLACK_BYTES = 64 << 10
 
 
 class CallLimit:
-    """A bound on how many unary calls run at once, over all sockets. Use it as a context manager; it raises
-    KVStoreError (THROTTLED) when the bound is reached.
-    """
+    """A bound on how many unary calls run at once, over all sockets. One tenant has three quarters of them at most, so
+    that others' gets find a place; half of them are never prefetches, and a quarter never puts."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
-        self._under_way = 0
+        self._under_way: Counter[str] = Counter()  # by tenant
 
-    def __enter__(self) -> None:
-        if self._under_way >= self._calls:
-            raise KVStoreError(ErrorKind.THROTTLED, f"{self._calls} unary calls are under way already", 10)
-        self._under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._under_way -= 1
+    @contextmanager
+    def hold(self, tenant: str, work: Work = Work.GET) -> Iterator[None]:
+        """Count a call of `tenant` while the context lasts. Raises KVStoreError (THROTTLED) when a bound is reached."""
+        all_calls, own = self._under_way.total(), self._under_way[tenant]
+        if all_calls >= ceil(self._calls * work.value):
+            raise KVStoreError(ErrorKind.THROTTLED, f"{all_calls} unary calls are under way already", RETRY_MS)
+        if own >= ceil(self._calls * ONE_TENANTS_SHARE):
+            raise KVStoreError(ErrorKind.THROTTLED, f"{own} unary calls of this tenant are under way", RETRY_MS)
+        self._under_way[tenant] += 1
+        try:
+            yield
+        finally:
+            self._under_way[tenant] -= 1
+            if not self._under_way[tenant]:
+                del self._under_way[tenant]
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """The gRPC service KVStoreUnary, for one socket. `callers` finds the tenant of a caller on that socket; `limit`
-    bounds the calls at once.
+    bounds the calls at once, `pressure` the work of each tenant.
     """
 
     def __init__(
@@ -75,9 +87,11 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         sessions: ClientSessions,
         phase: Phase,
         limit: CallLimit,
+        pressure: Pressure,
         max_keys: int,
     ) -> None:
         self._calls = calls
+        self._pressure = pressure
         self._callers = callers
         self._sessions = sessions
         self._phase = phase
@@ -95,13 +109,13 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
                 self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
-        return await self._answer(request, context, put)
+        return await self._answer(request, context, put, Work.PUT)
 
     async def Get(self, request: pb.UnaryGetRequest, context: Any) -> pb.UnaryGetReply:  # noqa: N802
         return await self._answer(request, context, self._calls.get)
 
     async def Prefetch(self, request: pb.UnaryPrefetchRequest, context: Any) -> pb.UnaryPrefetchReply:  # noqa: N802
-        return await self._answer(request, context, self._calls.prefetch)
+        return await self._answer(request, context, self._calls.prefetch, Work.PREFETCH)
 
     async def Touch(self, request: pb.UnaryTouchRequest, context: Any) -> pb.UnaryTouchReply:  # noqa: N802
         return await self._answer(request, context, self._calls.touch)
@@ -114,6 +128,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         request: Request,
         context: Any,
         call: Callable[[ClientSession, NamedBlocks, Request], Reply | Awaitable[Reply]],
+        kind: Work = Work.GET,
     ) -> Reply:
         """Return the call's answer, with the keys if the caller gave none; a KVStoreError ends the call with its
         status.
@@ -123,7 +138,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
-            work = asyncio.create_task(self._work(tenant, request, call))
+            work = asyncio.create_task(self._work(tenant, request, call, kind))
             self._under_way.add(work)
             work.add_done_callback(self._ended)
             return await asyncio.shield(work)
@@ -136,20 +151,35 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         raise AssertionError("abort returned")
 
     async def _work(
-        self, tenant: Tenant, request: Any, call: Callable[[ClientSession, NamedBlocks, Any], Reply | Awaitable[Reply]]
+        self,
+        tenant: Tenant,
+        request: Any,
+        call: Callable[[ClientSession, NamedBlocks, Any], Reply | Awaitable[Reply]],
+        kind: Work,
     ) -> Reply:
-        with self._limit:
+        with self._limit.hold(tenant.name, kind):
             named = request.chain
             session = self._sessions.open_call(
                 tenant, fingerprint_of(named), "unary call", pool=named.pool, exact=not named.accepts_lossy
             )
             blocks = await blocks_of(session, named, self._max_keys)
-            reply: Any = call(session, blocks, request)
-            if inspect.isawaitable(reply):
-                reply = await reply
+            if kind is Work.PREFETCH:
+                self._pressure.check(session, kind)
+                reply: Any = call(session, blocks, request)
+            else:
+                with self._pressure.count(session, kind, self._size(session, blocks, request)):
+                    reply = call(session, blocks, request)
+                    if inspect.isawaitable(reply):
+                        reply = await reply
             if not blocks.are_given:
                 reply.keys = blocks.packed
             return reply  # type: ignore[no-any-return]
+
+    def _size(self, session: ClientSession, blocks: NamedBlocks, request: Any) -> int:
+        """Return how many bytes a call moves."""
+        if isinstance(request, pb.UnaryPutRequest):
+            return sum(map(len, request.payloads))
+        return self._pressure.loaded_bytes(session, blocks.packed) if isinstance(request, pb.UnaryGetRequest) else 0
 
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
