@@ -16,6 +16,7 @@ from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, running_daemon
@@ -61,6 +62,17 @@ def test_a_tenant_publishes_and_a_listed_one_reads(daemon: RunningDaemon) -> Non
     assert status["prompts"].blocks == 3 and list(status["prompts"].recognised_by) == [
         "shared pool: author puts, reader reads"
     ]
+
+
+def test_explain_names_the_pool_and_no_other_reader(daemon: RunningDaemon) -> None:
+    with pool_of(daemon, "author") as author:
+        put_conversation(author, 1, 1)
+        with RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
+            reader.socket_dir = daemon.socket_dir  # of the gRPC stream
+            key = reader.keys(tokens_of(1, 1)).packed.hex()
+            explained = reader.ask(explain=ExplainRequest(keys=[key])).explain
+            assert [block.block.tenant for block in explained.blocks] == ["prompts"]
+            assert reader.ask(explain=ExplainRequest(recent_misses=5)).error.kind == kv.ERROR_KIND_FORBIDDEN
 
 
 def test_a_reader_changes_nothing(daemon: RunningDaemon) -> None:
@@ -113,7 +125,7 @@ def test_a_publisher_s_quota_is_its_and_its_pool_s(daemon: RunningDaemon) -> Non
             put_conversation(own, conversation, 4)
             status = {tenant.name: tenant for tenant in daemon.ask("Tenants", admin_pb2.TenantsRequest()).tenants}
             assert status["author"].host_bytes + status["prompts"].host_bytes <= MOST * BLOCK_BYTES
-        assert found_blocks(pool, 1, MOST - 4) == MOST - 4, "its own blocks made room for its own"
+        assert pool.lookup(tokens_of(1, MOST - 4)).blocks == MOST - 4, "its own blocks made room for its own"
         for conversation in range(6, 9):
             put_conversation(pool, conversation, 4)
             status = {tenant.name: tenant for tenant in daemon.ask("Tenants", admin_pb2.TenantsRequest()).tenants}

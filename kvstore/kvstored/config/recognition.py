@@ -71,7 +71,7 @@ def _check_pool(tenant: TenantSection, by_name: Mapping[str, TenantSection]) -> 
     for key in ("uids", "gids", "unmapped", "cgroups", "socket", "certificates"):
         need(
             not getattr(tenant, key),
-            f"tenant {name}: it has a publisher, so it is a shared pool, that no caller is: take {key} out",
+            f"tenant {name}: it has a publisher, so it is a shared pool that no caller is: take {key} out",
         )
     for key in ("host_max", "nvme_max"):
         need(
