@@ -159,7 +159,8 @@ class ClientSessions:
         session.pool, session.may_write, session.caller_id = pool, may_write, caller_id
         self._name(session)
         self._by_token[session.token] = session
-        self.containers.note(tenant.name, peer.uid, peer.cgroup)
+        if not (peer.socket_of or caller.limits.cgroups):  # else containers of a tenant are meant to be one
+            self.containers.note(caller.name, peer.uid, peer.cgroup)
         return session
 
     def open_call(
