@@ -156,7 +156,7 @@ def test_a_second_process_restores_by_stages_what_the_first_stored(
 def test_a_daemon_that_dies_while_stages_load_costs_only_computing(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines keep expecting slow computing, whatever it takes: a stage computes what it has lost, and waits for more."""
+    """Engines keep expecting slow computing, whatever it takes: a stage computes what it has lost alone."""
     monkeypatch.setattr(StepFit, "observe", lambda fit, *step: False)
     with running_daemon("movement.in_flight=1") as daemon:
         cold = engines.answer(daemon, 2)
