@@ -31,7 +31,7 @@ async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.Tenants
 
     of_kind = _accounts_of_kinds(parts)
     if of_kind:
-        blocks, tier_bytes = await _count_kinds(residency)
+        blocks, tier_bytes = await count_kinds(residency)
         for kind, (tenant, name) in of_kind.items():
             status = account(tenant, name)
             status.blocks += int(blocks[kind])
@@ -62,7 +62,7 @@ def _accounts_of_kinds(parts: DaemonParts) -> dict[int, tuple[int, str]]:
     return found
 
 
-async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
+async def count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
     """Return the readable blocks of each kind of rows, and the bytes of their slots in each tier."""
     kinds, columns = len(residency.kinds), residency.rows
     blocks, tier_bytes = np.zeros(kinds), [np.zeros(kinds) for _ in residency.tiers]

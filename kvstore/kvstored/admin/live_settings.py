@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.sessions import ClientSession
+from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
@@ -39,12 +39,13 @@ class LiveTenants:
         residency: Residency,
         shares: TenantShares,
         handshake: HandshakeServer,
+        sessions: ClientSessions,
         tokens: Tokens | None,
     ) -> None:
         self._tenants = tenants
         self._residency = residency
         self._shares = shares
-        self._handshake = handshake
+        self._handshake, self._sessions = handshake, sessions
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
 
@@ -71,6 +72,7 @@ class LiveTenants:
             tenants.relist(*former)
             raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
+        self._sessions.renew_tenants()
         left = self._handshake.hang_up(self._is_another_now)
         if left:
             log.info("%d clients have to connect again: they are of another tenant now", left)

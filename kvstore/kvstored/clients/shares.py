@@ -36,21 +36,16 @@ class TenantShares:
         shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
-            is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
-            is_special = is_special or limits.lossy
+            is_special = limits.shares or _terms(limits) or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits, lossy = tenant.limits, self._residency.exactness.tenants
-        shares = {
-            self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
-            self._residency.durable: Share(0, limits.nvme_max_bytes or None),
-        }
         for policy in self._policies:
-            if policy.tier in shares:
-                policy.set_share(tenant_id, shares[policy.tier])
+            share = limits.share(self._residency.tiers[policy.tier])
+            policy.set_share(tenant_id, Share(share.min_bytes, share.max_bytes or None, share.weight))
         (lossy.add if limits.lossy else lossy.discard)(tenant_id)
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:
