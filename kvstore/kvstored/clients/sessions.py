@@ -19,6 +19,7 @@ from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingMemory, StagingPool
 from kvstored.clients.tenants import Peer, Tenant, TenantDirectory
 from kvstored.clients.tenants.peer import has_exited
+from kvstored.clients.weights import WeightVersions
 from kvstored.clock import NS_PER_MS
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
@@ -85,8 +86,9 @@ class ReturningClients(Protocol):
 
 class ClientSessions:
     """The table of the sessions of all connected clients. A session is found by its token, 16 random bytes that only
-    its client knows. `former` has the clients of the former daemon process that may return; it is None if no memory is
-    kept over a restart. New sessions get numbers above `last_id`."""
+    its client knows. `weights` says which versions of weights clients may compute with. `former` has the clients of the
+    former daemon process that may return; it is None if no memory is kept over a restart. New sessions get numbers
+    above `last_id`."""
 
     def __init__(
         self,
@@ -94,13 +96,14 @@ class ClientSessions:
         tenants: TenantDirectory,
         shares: TenantShares,
         staging_pool: StagingPool,
+        weights: WeightVersions,
         former: ReturningClients | None = None,
         last_id: int = 0,
     ) -> None:
         self._store = store
         self._tenants = tenants
         self._shares = shares
-        self._staging_pool = staging_pool
+        self._staging_pool, self._weights = staging_pool, weights
         self._former = former
         self._last_id = last_id
         self._by_token: dict[bytes, ClientSession] = {}
@@ -143,8 +146,8 @@ class ClientSessions:
     ) -> ClientSession:
         """Return a new session for the client process `peer`, called `name`, of the tenant `caller`, about its own
         blocks or those of `pool`. It gets up to `staging_bytes` of staging memory, less if the budget for all clients
-        has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, and for one
-        client of the tenant too many."""
+        has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, for one
+        client of the tenant too many, and for a client that computes with weights of which there are newer ones."""
         tenant, may_write = self.pool_for(caller, pool)
         caller_id, most = self._store.residency.tenant(caller.index_name), self._store.config.limits.clients_per_tenant
         if sum(session.caller_id == caller_id for session in self._by_token.values()) >= most:
@@ -153,6 +156,7 @@ class ClientSessions:
                 f"{most} clients of tenant {caller.name} are connected already, limits.clients_per_tenant",
                 FULL_RETRY_MS,
             )
+        self._weights.admit(tenant, fingerprint)
         staging_bytes = staging_bytes if may_write else 0
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
@@ -171,6 +175,7 @@ class ClientSessions:
         stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
         tenant, may_write = self.pool_for(caller, pool)
+        self._weights.admit(tenant, fingerprint)
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
         session.pool, session.may_write = pool, may_write
         session.caller_id = self._store.residency.tenant(caller.index_name)
@@ -181,6 +186,15 @@ class ClientSessions:
         """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""
         self._tenants.remember(session.fingerprint)
         self._name(session)
+
+    def renew_tenants(self) -> None:
+        """Give open sessions the present settings of their tenants. Who accepted lossy copies gets exact ones from now
+        on if the tenant disallows them; the other way round counts from the next connection."""
+        for session in self._by_token.values():
+            tenant = self._tenants.by_digest(session.tenant.digest)
+            if tenant is not None and tenant is not session.tenant:
+                session.tenant = tenant
+                session.exact = session.exact or not tenant.limits.lossy
 
     def close(self, session: ClientSession) -> None:
         """End `session`, whose client has gone: run the functions in its `on_close`, and release its staging memory,
