@@ -39,21 +39,11 @@ class ClientSession(Client):
     tenant: Tenant
     staging: StagingMemory | None
     give_back_staging: Callable[[int], None]
-    pool: str = ""  # the shared pool that `tenant` is, where the caller is another tenant
-    may_write: bool = True  # False for a reader of a pool
     caller_id: int = -1  # the number of the caller's own tenant, under which its work is counted
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
     is_over_leases: bool = False  # once it was, which is logged
     on_close: list[Callable[[], None]] = field(default_factory=list)
-
-    def require_writer(self) -> None:
-        """Raise KVStoreError if this session's client may only read."""
-        if not self.may_write:
-            raise KVStoreError(
-                ErrorKind.FORBIDDEN,
-                f"this client reads the shared pool {self.pool}: its publisher alone puts and deletes blocks there",
-            )
 
     def put_ended(self) -> None:
         """Note that a put has ended. Release the staging memory if the session has ended, too, and nothing is copied
@@ -163,7 +153,8 @@ class ClientSessions:
         session.pool, session.may_write, session.caller_id = pool, may_write, caller_id
         self._name(session)
         self._by_token[session.token] = session
-        if not (peer.socket_of or caller.limits.cgroups):  # else containers of a tenant are meant to be one
+        is_meant = peer.socket_of or (peer.control_group and caller.limits.cgroups)
+        if not is_meant:  # that containers are one tenant
             self.containers.note(caller.name, peer.uid, peer.cgroup)
         return session
 
