@@ -22,8 +22,8 @@ _ANY_SAN, _COMMON_NAME = "x509_subject_alternative_name", "x509_common_name"
 
 @dataclass(frozen=True)
 class Credentials:
-    """The files that the TCP listener uses, in PEM: its private key and its certificate chain, and the certificates of the
-    authorities of clients, None if clients need no certificate."""
+    """The files that the TCP listener uses, in PEM: its private key and its certificate chain, and the certificates of
+    clients' authorities, None if clients need no certificate."""
 
     key: bytes
     chain: bytes
