@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {"staging_bytes": 4 * MIB}
 
 @contextmanager
 def acting_as(tenant: str) -> Iterator[None]:
-    """Connections that this process makes meanwhile are those of `tenant`."""
+    """Let connections that this process makes meanwhile belong to `tenant`."""
     before = os.getegid()
     os.setegid(GROUPS[tenant])
     try:
@@ -156,7 +156,7 @@ def _flood(daemon: BenchDaemon, stop: Any, sent: Any) -> None:
 
 
 class _Turns:
-    """What the quiet tenant saw, over all turns of one kind."""
+    """The quiet tenant's times and hits, over all turns of one kind."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
