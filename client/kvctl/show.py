@@ -21,6 +21,7 @@ TIER_HEADINGS = (
 _LANES = ("LANE", ">QUEUED", ">IN FLIGHT", ">BLOCKS", ">MOVED", ">NOW", ">REFUSED")
 _HEADINGS = (
     "TENANT", ">CLIENTS", ">BLOCKS", ">HOST", ">NVME", ">LIMBO", ">LOOKUPS", ">BLOCK HITS", ">MODELS", "SHARES",
+    "RECOGNISED BY",
 )  # fmt: skip
 Holder = wire.TenantStatus | wire.AccountStatus
 DEFAULT, UNSET = "default", "default"
@@ -178,7 +179,8 @@ def _list(admin: AdminSocket, _: argparse.Namespace) -> Output:
     rows = []
     for tenant in reply.tenants:
         models, limbo = human_count(len(tenant.fingerprints)), human_bytes(tenant.limbo_bytes)
-        rows.append(_row(tenant.name, tenant, limbo, models, ", ".join(map(_share, tenant.shares))))
+        shares, callers = ", ".join(map(_share, tenant.shares)), ", ".join(tenant.recognised_by) or "nobody"
+        rows.append(_row(tenant.name, tenant, limbo, models, shares, callers))
         rows += [_row(f"{tenant.name}/{account.name}", account) for account in by_bytes(tenant.accounts)]
     return Output(render_table(_HEADINGS, rows, empty="no tenant has connected yet"), reply)
 
@@ -191,11 +193,13 @@ def _share(share: wire.ShareStatus) -> str:
     return " ".join(words)
 
 
-def _row(name: str, holder: Holder, limbo: str = "", models: str = "", shares: str = "") -> list[str]:
+def _row(
+    name: str, holder: Holder, limbo: str = "", models: str = "", shares: str = "", callers: str = ""
+) -> list[str]:
     return [
         name, human_count(holder.clients), human_count(holder.blocks), human_bytes(holder.host_bytes),
         human_bytes(holder.nvme_bytes), limbo, human_count(holder.lookups),
-        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models, shares,
+        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models, shares, callers,
     ]  # fmt: skip
 
 

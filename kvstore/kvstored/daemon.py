@@ -34,6 +34,8 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.own_sockets import OwnSockets
+from kvstored.clients.pressure import Pressure
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
@@ -250,7 +252,7 @@ def make_services(
     if config.daemon.record is not None:
         said = (partial(tokens_of, store),) if config.daemon.record_tokens else ()
         verbs = recorded(verbs, config.daemon.record, clock, stack, *said)
-    answering = StreamServices(verbs, limits.inflight_per_client, latencies, clock)
+    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)
@@ -261,7 +263,8 @@ def make_services(
     weights.hang_up = handshake.hang_up
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake, storage.saver, weights,
+        streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,
+        weights,
     )  # fmt: skip
 
 
@@ -290,7 +293,9 @@ def make_control(
     tokens_file = config.unary.tokens_in_use
     tokens = load_tokens(tokens_file, tenants.named, tenants.is_named) if tokens_file is not None else None
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
-    live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, services.sessions, tokens)
+    live_tenants = LiveTenants(
+        tenants, store.residency, services.shares, services.handshake, services.own_sockets, services.sessions, tokens
+    )
     orders = storage.saver.orders
     live = LiveSettings(store, resizes, live_tenants, certificates)
     reload = Reload(config, read, live, partial(ordered_settings, orders))

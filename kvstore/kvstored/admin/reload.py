@@ -167,6 +167,11 @@ def shown_tenant(section: TenantSection) -> str:
     said |= {
         "uids": " ".join(map(str, section.uids)),
         "gids": " ".join(map(str, section.gids)),
+        "cgroups": " ".join(section.cgroups),
+        "socket": "true" if section.socket else "",
+        "certificates": " ".join(section.certificates),
+        "publisher": section.publisher,
+        "readers": " ".join(section.readers),
         "durability": section.durability,
         "ttl_s": str(section.ttl_s or ""),
         "priority": str(section.priority or ""),

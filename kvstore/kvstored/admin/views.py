@@ -182,6 +182,7 @@ class Views:
                 lookups=flow.lookups,
                 hit_blocks=flow.hit_blocks,
                 missed_blocks=flow.missed_blocks,
+                refused_requests=flow.refused_requests,
                 shares=() if tenant is None else self._shares(tenant),
                 limbo_bytes=self._store.leases.limbo_bytes(number),
                 fingerprints=sorted(

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvstore_proto.v1.explain_pb2
+import kvstore_proto.v1.keeping_pb2
 import sys
 import typing
 
@@ -31,6 +32,7 @@ from kvstore_proto.v1.keeping_pb2 import (
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
     SetTenantRequest as SetTenantRequest,
+    ShareStatus as ShareStatus,
     VersionStatus as VersionStatus,
     VersionsReply as VersionsReply,
     VersionsRequest as VersionsRequest,
@@ -576,6 +578,10 @@ class TenantStatus(google.protobuf.message.Message):
     MISSED_BLOCKS_FIELD_NUMBER: builtins.int
     LIMBO_BYTES_FIELD_NUMBER: builtins.int
     FINGERPRINTS_FIELD_NUMBER: builtins.int
+    REFUSED_REQUESTS_FIELD_NUMBER: builtins.int
+    RECOGNISED_BY_FIELD_NUMBER: builtins.int
+    PUBLISHER_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     name: builtins.str
@@ -587,10 +593,20 @@ class TenantStatus(google.protobuf.message.Message):
     hit_blocks: builtins.int
     missed_blocks: builtins.int
     limbo_bytes: builtins.int
+    refused_requests: builtins.int
+    """too many at once, or too many bytes under way"""
+    publisher: builtins.str
+    """of a shared pool: who puts blocks there; its readers:"""
     @property
     def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
-    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareStatus]:
+    def recognised_by(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """who is this tenant: "uid 1001", "cgroup /chat.slice", "socket PATH", …"""
+
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvstore_proto.v1.keeping_pb2.ShareStatus]:
         """of tiers, where they are not the default"""
 
     @property
@@ -610,39 +626,16 @@ class TenantStatus(google.protobuf.message.Message):
         missed_blocks: builtins.int = ...,
         limbo_bytes: builtins.int = ...,
         fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
-        shares: collections.abc.Iterable[global___ShareStatus] | None = ...,
+        refused_requests: builtins.int = ...,
+        recognised_by: collections.abc.Iterable[builtins.str] | None = ...,
+        publisher: builtins.str = ...,
+        readers: collections.abc.Iterable[builtins.str] | None = ...,
+        shares: collections.abc.Iterable[kvstore_proto.v1.keeping_pb2.ShareStatus] | None = ...,
         accounts: collections.abc.Iterable[global___AccountStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "shares", b"shares"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "publisher", b"publisher", "readers", b"readers", "recognised_by", b"recognised_by", "refused_requests", b"refused_requests", "shares", b"shares"]) -> None: ...
 
 global___TenantStatus = TenantStatus
-
-@typing.final
-class ShareStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TIER_FIELD_NUMBER: builtins.int
-    MIN_BYTES_FIELD_NUMBER: builtins.int
-    MAX_BYTES_FIELD_NUMBER: builtins.int
-    WEIGHT_FIELD_NUMBER: builtins.int
-    tier: builtins.str
-    min_bytes: builtins.int
-    """guaranteed"""
-    max_bytes: builtins.int
-    """0: no limit"""
-    weight: builtins.int
-    """0: not said"""
-    def __init__(
-        self,
-        *,
-        tier: builtins.str = ...,
-        min_bytes: builtins.int = ...,
-        max_bytes: builtins.int = ...,
-        weight: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "min_bytes", b"min_bytes", "tier", b"tier", "weight", b"weight"]) -> None: ...
-
-global___ShareStatus = ShareStatus
 
 @typing.final
 class AccountStatus(google.protobuf.message.Message):

@@ -25,6 +25,7 @@ from kvstore_proto.v1.keeping_pb2 import (
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
     SetTenantRequest as SetTenantRequest,
+    ShareStatus as ShareStatus,
     VersionStatus as VersionStatus,
     VersionsReply as VersionsReply,
     VersionsRequest as VersionsRequest,

@@ -14,6 +14,33 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ShareStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    MIN_BYTES_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    min_bytes: builtins.int
+    """guaranteed"""
+    max_bytes: builtins.int
+    """0: no limit"""
+    weight: builtins.int
+    """0: not said"""
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        min_bytes: builtins.int = ...,
+        max_bytes: builtins.int = ...,
+        weight: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "min_bytes", b"min_bytes", "tier", b"tier", "weight", b"weight"]) -> None: ...
+
+global___ShareStatus = ShareStatus
+
+@typing.final
 class SetTenantRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -51,11 +51,14 @@ Rows = npt.NDArray[np.int64]
 class Share:
     """A tenant's share of one tier. `min_bytes` are guaranteed, and more than `max_bytes` (None: no limit) are not
     allowed. What tenants hold above their minima is divided by `weight`, as soon as one tenant has one; 0 is none.
+    `charged_with` are the numbers of all tenants whose bytes count against `max_bytes` together, this one's among them;
+    empty if there is no other.
     """
 
     min_bytes: int = 0
     max_bytes: int | None = None
     weight: int = 0
+    charged_with: tuple[int, ...] = ()
 
 
 NO_SHARE = Share()
@@ -137,6 +140,14 @@ class EvictionPolicy(ABC):
         left_bytes = self.residency.tenant_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
         return left_bytes >= share.min_bytes
 
+    def is_over_maximum(self, tenant: int, share: Share) -> bool:
+        """Return whether `tenant`, whose share of this tier is `share`, has more than its maximum here, together with
+        the tenants that are charged with it."""
+        if share.max_bytes is None:
+            return False
+        charged = share.charged_with or (tenant,)
+        return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
+
     def by_weight(self) -> list[int]:
         """Return the tenants in the order in which they give up blocks: those over their maximum, then by the bytes
         above their minimum for each unit of weight, the most first. Empty while no tenant has a weight."""
@@ -145,8 +156,7 @@ class EvictionPolicy(ABC):
 
         def claim(tenant: int) -> tuple[bool, float]:
             share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
-            is_over = share.max_bytes is not None and held_bytes > share.max_bytes
-            return is_over, (held_bytes - share.min_bytes) / (share.weight or 1)
+            return self.is_over_maximum(tenant, share), (held_bytes - share.min_bytes) / (share.weight or 1)
 
         return sorted(range(len(self.residency.tenants)), key=claim, reverse=True)
 

@@ -44,8 +44,7 @@ def choose_tenant(
         row = first(number)
         if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
             continue
-        within = share.max_bytes is None or held_bytes <= share.max_bytes
-        order = (within, standing(row))
+        order = (not policy.is_over_maximum(number, share), standing(row))
         if smallest is None or order < smallest:
             chosen, smallest = row, order
     return chosen
