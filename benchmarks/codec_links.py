@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from support.report import AT_LEAST, AT_MOST, Row, main, progress
@@ -185,8 +186,11 @@ async def reader(case: Case, shape: PayloadShape, *settings: str) -> AsyncIterat
         residency.shape_of = lambda digest, group, nbytes: shape if nbytes == shape.nbytes else None
         return residency
 
-    module.make_residency = with_shape  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with (
+        mock.patch.object(module, "make_residency", with_shape),
+        tempfile.TemporaryDirectory(dir=shared) as directory,
+    ):
         chosen = (*SETTINGS, *settings)
         async with small_store(Path(directory), *chosen, clock=ManualClock(NS_PER_S)) as small:
             yield Reader(small, case, shape)
