@@ -67,7 +67,7 @@ def simulated(trace: Trace, blocks: int) -> float:
 
 def rows_of(trace: Trace) -> list[Row]:
     whole = slot_bytes(SHAPE.nbytes)
-    slabs = max(8, round(SHARE * trace.distinct_blocks * whole / SLAB_BYTES))
+    slabs = max(24, round(SHARE * trace.distinct_blocks * whole / SLAB_BYTES))
     found = {}
     for name, more, settings in (("none", 1.0, ()), ("int8", 1.0, INT8), ("none at 1.9x", MORE, ())):
         found[name] = asyncio.run(replayed(trace, round(more * slabs) * SLAB_BYTES, *settings))

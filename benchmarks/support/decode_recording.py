@@ -1,4 +1,4 @@
-"""What attention reads while a real model decodes: the queries of each token, and K and V of the whole context.
+"""Records what attention reads while a real model decodes: each token's queries, and K and V of the whole context.
 
 The engine computes it from documents of this repository, with all of attention; its kernels are wrapped so that each
 decode step's queries are kept.

@@ -103,9 +103,8 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """What one layer's attention read for one token: bytes out of the scratch, bytes out of slow memory into it, pages
-    that were selected, how many of them the scratch held, and of how many pages the bounds were compared. `wait_s` is
-    the time that computing waited.
+    """One layer's read of K and V for one token: bytes out of the scratch, bytes out of slow memory into it, pages, how
+    many of them the scratch held, and of how many pages the bounds were compared. Computing waited for `wait_s`.
     """
 
     read_bytes: float

@@ -66,7 +66,7 @@ def test_attention_over_the_scratch_is_attention_over_the_chosen_pages(monkeypat
 def test_hits_under_int8_are_those_of_nearly_twice_the_bytes() -> None:
     wait_for_library()
     hits = module("codec_hits")
-    trace = hits.trace_from(None, 40)
+    trace = hits.trace_from(None, 60)
     rows = {row.name: row for row in hits.rows_of(trace)}
     assert rows["blocks_int8_equal_bytes"].ratio >= 1.85
     int8, plain = rows["hits_int8_equal_bytes"], rows["hits_none_equal_bytes"]
