@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from codec_links import MIB, Case, reader
 from support.report import AT_LEAST, Row, parser_of, printed, progress
 from support.traces import write_chat
@@ -28,7 +29,7 @@ from kvstored.policy_names import LRU
 
 SHAPE = kv_shape(4, 64, 3, 64, "f16")
 CASE = Case("hits_int8_equal_bytes", 0, "f16", True, 0.99)
-MORE, SHARE, SLAB_BYTES = 1.9, 1 / 5, 2 * MIB
+MORE, SHARE, SLAB_BYTES, STAGING_BYTES = 1.9, 1 / 5, 2 * MIB, 8 * MIB
 INT8 = ("nvme.codec=int8", "nvme.codec_staging=64MiB")
 
 
@@ -43,7 +44,8 @@ class Replayed:
 
 async def replayed(trace: Trace, nvme_bytes: int, *settings: str) -> Replayed:
     """Replay `trace` against a store with `nvme_bytes` on NVMe: each request gets its chain, then puts it."""
-    sizes = f"nvme.capacity={nvme_bytes}", f"nvme.slab={SLAB_BYTES}", "host.capacity=40MiB", "host.staging=8MiB"
+    host = f"host.capacity={host_bytes(trace)}", f"host.staging={STAGING_BYTES}"
+    sizes = *host, f"nvme.capacity={nvme_bytes}", f"nvme.slab={SLAB_BYTES}"
     async with reader(CASE, SHAPE, *sizes, *settings) as store:
         found = 0
         for at in range(trace.requests):
@@ -53,6 +55,11 @@ async def replayed(trace: Trace, nvme_bytes: int, *settings: str) -> Replayed:
             await store.put(keys)
         nbytes, _ = store.holds()
         return Replayed(found / trace.accesses, store.blocks(), nbytes)
+
+
+def host_bytes(trace: Trace) -> int:
+    """Return the size of DRAM: it has room for the longest request, and is smaller than NVMe, which holds all of it."""
+    return STAGING_BYTES + max(160, int(np.diff(trace.starts).max()) * 5 // 4) * slot_bytes(SHAPE.nbytes)
 
 
 def keys_of(trace: Trace, request: int) -> list[bytes]:
@@ -66,8 +73,8 @@ def simulated(trace: Trace, blocks: int) -> float:
 
 
 def rows_of(trace: Trace) -> list[Row]:
-    whole = slot_bytes(SHAPE.nbytes)
-    slabs = max(24, round(SHARE * trace.distinct_blocks * whole / SLAB_BYTES))
+    wanted = SHARE * trace.distinct_blocks * slot_bytes(SHAPE.nbytes)
+    slabs = round(max(wanted, 1.5 * host_bytes(trace)) / SLAB_BYTES)
     found = {}
     for name, more, settings in (("none", 1.0, ()), ("int8", 1.0, INT8), ("none at 1.9x", MORE, ())):
         found[name] = asyncio.run(replayed(trace, round(more * slabs) * SLAB_BYTES, *settings))
