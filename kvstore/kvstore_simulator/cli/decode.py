@@ -19,6 +19,7 @@ OPTIONS = ("scratch", "cxl", "each_token")
 WITHOUT = (  # options of other formats
     "capacity", "hints", "cost", "reuse_distance", "devices", "tiers", "gpu", "speed", "without", "predictor",
     "predictor_model", "nodes", "remote", "routing", "window_s", "sessions", "group_tokens", "as_recorded", "plot",
+    "warm", "ttl_s", "keep_worth",
 )  # fmt: skip
 _PROFILE, _POLICY = "h100", "w-tinylfu"
 _CXL = "cxl"

@@ -99,11 +99,13 @@ def _run(arguments: argparse.Namespace) -> int:
         has_nodes = any(getattr(arguments, option) is not None for option in timing.FLEET_OPTIONS)
         mode = "timing" if has_nodes else one_of("--mode", arguments.mode, ("replay", "timing"))
         others = (timing.OPTIONS if mode == "replay" else _REPLAY_ONLY) + decode.OPTIONS
+        where = f"mode {mode}"
         if arguments.format == _PAGES:
-            mode, others = f"--format {_PAGES}", decode.WITHOUT
+            where, others = f"--format {_PAGES}", decode.WITHOUT
+            if (mode, arguments.part, arguments.admission) != ("replay", "all", "always"):
+                raise ValueError(f"--mode, --part and --admission have no meaning in {where}; leave them out")
         for option in others:
-            if getattr(arguments, option) not in (None, False):
-                where = mode if arguments.format == _PAGES else f"mode {mode}"
+            if getattr(arguments, option) not in (None, False, 0.0):
                 raise ValueError(f"--{option.replace('_', '-')} has no meaning in {where}; leave it out")
         _check_plot(arguments)
     except ValueError as error:

@@ -94,6 +94,9 @@ def test_a_slower_cxl_exposes_more(trace: Path, capsys: pytest.CaptureFixture[st
         (["--policy", "nope"], "--policy"),
         (["--tiers", "dram"], "--tiers has no meaning in --format pages"),
         (["--plot", "page.html"], "--plot has no meaning"),
+        (["--ttl-s", "3"], "--ttl-s has no meaning"),
+        (["--mode", "timing"], "--mode, --part and --admission have no meaning in --format pages"),
+        (["--part", "0:0.5"], "--mode, --part and --admission have no meaning in --format pages"),
     ],
 )
 def test_a_mistake_is_one_line(trace: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
