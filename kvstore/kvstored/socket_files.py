@@ -32,6 +32,7 @@ class _File:
     bind: Bind
     identity: tuple[int, int] | None = None
     trouble: str = ""  # that was said already
+    stays: bool = False  # when the daemon ends
 
 
 class SocketFiles:
@@ -44,12 +45,12 @@ class SocketFiles:
         self._next_s = 0.0
         self._binding: asyncio.Task[None] | None = None
 
-    async def bind(self, path: Path, bind: Bind) -> None:
-        """Call `bind` to bind the socket `path`, now and whenever its file is found missing. Raises the errors of
-        `bind`.
+    async def bind(self, path: Path, bind: Bind, *, stays: bool = False) -> None:
+        """Call `bind` to bind the socket `path`, now and whenever its file is found missing. With `stays`, the file is
+        the service manager's, and is left when the daemon ends. Raises the errors of `bind`.
         """
         await bind()
-        self._files.append(_File(path, bind, file_identity(path)))
+        self._files.append(_File(path, bind, file_identity(path), stays=stays))
 
     def tick(self) -> None:
         """Check the files, if the last check was some seconds ago. Call it from a timer."""
@@ -66,7 +67,7 @@ class SocketFiles:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)
         for file in self._files:
-            if file.identity is not None and file_identity(file.path) == file.identity:
+            if not file.stays and file.identity is not None and file_identity(file.path) == file.identity:
                 remove_socket(file.path)
         self._files.clear()
 
@@ -86,7 +87,7 @@ class SocketFiles:
                 why = error.strerror if isinstance(error, OSError) else error
                 self._say(file, f"it was removed, and cannot be made again: {why}")
                 continue
-            file.identity, file.trouble = file_identity(file.path), ""
+            file.identity, file.trouble, file.stays = file_identity(file.path), "", False
             log.warning("%s was removed, and is made again; connected clients did not notice", file.path)
 
     def _say(self, file: _File, trouble: str) -> None:
