@@ -1,4 +1,4 @@
-"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart; and what systemd
+"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart; and what it
 passes to this process, kept memory and a listening socket. Without systemd, nothing happens.
 
 The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors if there are some, and
