@@ -21,6 +21,7 @@ TIER_HEADINGS = (
 _LANES = ("LANE", ">QUEUED", ">IN FLIGHT", ">BLOCKS", ">MOVED", ">NOW", ">REFUSED")
 _HEADINGS = (
     "TENANT", ">CLIENTS", ">BLOCKS", ">HOST", ">NVME", ">QUOTA", ">LIMBO", ">LOOKUPS", ">BLOCK HITS", ">MODELS",
+    "RECOGNISED BY",
 )  # fmt: skip
 Holder = wire.TenantStatus | wire.AccountStatus
 DEFAULT = "default"
@@ -179,16 +180,17 @@ def _list(admin: AdminSocket) -> Output:
     for tenant in reply.tenants:
         quota = human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none"
         models = human_count(len(tenant.fingerprints))
-        rows.append(_row(tenant.name, tenant, quota, human_bytes(tenant.limbo_bytes), models))
+        callers = ", ".join(tenant.recognised_by) or "nobody"
+        rows.append(_row(tenant.name, tenant, quota, human_bytes(tenant.limbo_bytes), models, callers))
         rows += [_row(f"{tenant.name}/{account.name}", account) for account in by_bytes(tenant.accounts)]
     return Output(render_table(_HEADINGS, rows, empty="no tenant has connected yet"), reply)
 
 
-def _row(name: str, holder: Holder, quota: str = "", limbo: str = "", models: str = "") -> list[str]:
+def _row(name: str, holder: Holder, quota: str = "", limbo: str = "", models: str = "", callers: str = "") -> list[str]:
     return [
         name, human_count(holder.clients), human_count(holder.blocks), human_bytes(holder.host_bytes),
         human_bytes(holder.nvme_bytes), quota, limbo, human_count(holder.lookups),
-        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models,
+        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models, callers,
     ]  # fmt: skip
 
 

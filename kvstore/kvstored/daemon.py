@@ -33,6 +33,8 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.own_sockets import OwnSockets
+from kvstored.clients.pressure import Pressure
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
@@ -243,7 +245,7 @@ def make_services(
     verbs = Verbs(store, operations, misses, explain.own)
     if config.daemon.record is not None:
         verbs = recorded(verbs, config.daemon.record, clock, stack)
-    answering = StreamServices(verbs, limits.inflight_per_client, latencies, clock)
+    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)
@@ -253,7 +255,7 @@ def make_services(
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake, storage.saver,
+        streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,
     )  # fmt: skip
 
 
@@ -282,7 +284,9 @@ def make_control(
     tokens_file = config.unary.tokens_in_use
     tokens = load_tokens(tokens_file, tenants.named, tenants.is_named) if tokens_file is not None else None
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
-    live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, tokens)
+    live_tenants = LiveTenants(
+        tenants, store.residency, services.shares, services.handshake, services.own_sockets, tokens
+    )
     reload = Reload(config, read, LiveSettings(store, resizes, live_tenants, certificates))
     served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
     return Control(

@@ -33,6 +33,7 @@ from kvstored.admin.state import state
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.own_sockets import OwnSockets
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import ourselves
@@ -78,6 +79,7 @@ class Services:
     sessions: ClientSessions
     shares: TenantShares
     handshake: HandshakeServer
+    own_sockets: OwnSockets
     state: StateSaver
 
 
@@ -136,6 +138,7 @@ async def listen(
         metrics = serve_metrics(config.metrics, services.views, services.latencies)
         stack.push_async_callback(asyncio.to_thread, metrics.close)
     await files.bind(handshake.path, bind_handshake, stays=passed is not None)
+    services.own_sockets.follow(config.tenants, required=True)
     stack.push_async_callback(services.streams.close)
     stack.callback(handshake.close)
     stack.push_async_callback(files.close)
@@ -191,11 +194,13 @@ async def _listen_to_unary(
     limit = CallLimit(config.calls)
 
     def service(callers: Callers) -> UnaryService:
-        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
+        pressure = services.answering.pressure
+        return UnaryService(calls, callers, services.sessions, services.phase, limit, pressure, max_keys)
 
     listeners = UnaryListeners(
-        config, service, lambda: tenants.resolve(ourselves()), control.tokens, control.certificates, control.health
-    )
+        config, service, lambda: tenants.resolve(ourselves()), tenants.by_certificate, control.tokens,
+        control.certificates, control.health,
+    )  # fmt: skip
     await serve_grpc(files, path, partial(listeners.bind_local, path), lambda _path: None, stack)
     if config.listen:
         await start_server(listeners.bind_remote(), stack)

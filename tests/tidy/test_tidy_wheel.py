@@ -193,6 +193,7 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return next((work / "before").glob("*.whl")), next((work / "release").glob("*.whl"))
 
 
+@pytest.mark.timeout(900)
 def test_a_release_is_installed_over_the_wheel_before_and_rolled_back(
     releases: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ class Views:
                 lookups=flow.lookups,
                 hit_blocks=flow.hit_blocks,
                 missed_blocks=flow.missed_blocks,
+                refused_requests=flow.refused_requests,
                 quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
                 limbo_bytes=self._store.leases.limbo_bytes(number),
                 fingerprints=sorted(

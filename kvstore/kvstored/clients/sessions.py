@@ -23,6 +23,7 @@ from kvstored.clock import NS_PER_MS
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 
+FULL_RETRY_MS = 250  # for a client that finds no place
 LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that its process has exited
 
 
@@ -37,10 +38,21 @@ class ClientSession(Client):
     tenant: Tenant
     staging: StagingMemory | None
     give_back_staging: Callable[[int], None]
+    pool: str = ""  # the shared pool that `tenant` is, where the caller is another tenant
+    may_write: bool = True  # False for a reader of a pool
+    caller_id: int = -1  # the number of the caller's own tenant, under which its work is counted
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
     is_over_leases: bool = False  # once it was, which is logged
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    def require_writer(self) -> None:
+        """Raise KVStoreError if this session's client may only read."""
+        if not self.may_write:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN,
+                f"this client reads the shared pool {self.pool}: its publisher alone puts and deletes blocks there",
+            )
 
     def put_ended(self) -> None:
         """Note that a put has ended. Release the staging memory if the session has ended, too, and nothing is copied
@@ -110,23 +122,57 @@ class ClientSessions:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
+    def pool_for(self, caller: Tenant, pool: str) -> tuple[Tenant, bool]:
+        """Return the tenant that is the shared pool `pool`, and whether `caller` may put blocks there; for a pool ""
+        the caller itself. Raises KVStoreError, in the same words whether there is such a pool or not."""
+        if not pool:
+            return caller, True
+        found = self._tenants.pool(pool, caller)
+        if found is None:
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"tenant {caller.name} has no shared pool of this name")
+        return found
+
     def open(
-        self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
+        self,
+        caller: Tenant,
+        fingerprint: Fingerprint,
+        peer: Peer,
+        name: str,
+        staging_bytes: int,
+        pool: str = "",
     ) -> ClientSession:
-        """Return a new session for the client process `peer`, called `name`, of `tenant`. It gets up to `staging_bytes`
-        of staging memory, less if the budget for all clients has less left."""
+        """Return a new session for the client process `peer`, called `name`, of the tenant `caller`, about its own
+        blocks or those of `pool`. It gets up to `staging_bytes` of staging memory, less if the budget for all clients
+        has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, and for one
+        client of the tenant too many."""
+        tenant, may_write = self.pool_for(caller, pool)
+        caller_id, most = self._store.residency.tenant(caller.index_name), self._store.config.limits.clients_per_tenant
+        if sum(session.caller_id == caller_id for session in self._by_token.values()) >= most:
+            raise KVStoreError(
+                ErrorKind.THROTTLED,
+                f"{most} clients of tenant {caller.name} are connected already, limits.clients_per_tenant",
+                FULL_RETRY_MS,
+            )
+        staging_bytes = staging_bytes if may_write else 0
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
+        session.pool, session.may_write, session.caller_id = pool, may_write, caller_id
         self._name(session)
         self._by_token[session.token] = session
         self.containers.note(tenant.name, peer.uid, peer.cgroup)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, *, exact: bool = True) -> ClientSession:
-        """Return a session for one unary call, which needs no end. Its fingerprint is not remembered, so that made-up
-        ones cost nothing: call `note_fingerprint` before blocks are stored under it.
+    def open_call(
+        self, caller: Tenant, fingerprint: Fingerprint, name: str, *, pool: str = "", exact: bool = True
+    ) -> ClientSession:
+        """Return a session for one unary call of `caller`, which needs no end, about its own blocks or those of `pool`.
+        Its fingerprint is not remembered, so that made-up ones cost nothing: call `note_fingerprint` before blocks are
+        stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
+        tenant, may_write = self.pool_for(caller, pool)
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+        session.pool, session.may_write = pool, may_write
+        session.caller_id = self._store.residency.tenant(caller.index_name)
         session.exact = exact or not tenant.limits.lossy
         return session
 

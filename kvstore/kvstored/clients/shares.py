@@ -36,7 +36,8 @@ class TenantShares:
         shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
-            is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
+            payer = self._payer(limits)
+            is_special = limits.host_min_bytes or payer.host_max_bytes or payer.nvme_max_bytes or _terms(limits)
             is_special = is_special or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
@@ -44,9 +45,11 @@ class TenantShares:
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits, lossy = tenant.limits, self._residency.exactness.tenants
+        payer = self._payer(limits)
+        charged = self._charged_to(payer.name) if payer.host_max_bytes or payer.nvme_max_bytes else ()
         shares = {
-            self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
-            self._residency.durable: Share(0, limits.nvme_max_bytes or None),
+            self._residency.mapped: Share(limits.host_min_bytes, payer.host_max_bytes or None, charged_with=charged),
+            self._residency.durable: Share(0, payer.nvme_max_bytes or None, charged_with=charged),
         }
         for policy in self._policies:
             if policy.tier in shares:
@@ -55,6 +58,16 @@ class TenantShares:
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:
             self._retention.defaults[tenant_id] = terms
+
+    def _payer(self, limits: TenantSection) -> TenantSection:
+        """Return the limits against which a tenant's blocks count: those of a shared pool's publisher, or its own."""
+        return (self._tenants.section(limits.publisher) or limits) if limits.is_pool else limits
+
+    def _charged_to(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the tenant `name` and of the shared pools that it publishes; none without a pool."""
+        pools = {section.name for section in self._tenants.listed if section.publisher == name}
+        charged = [each for each in self._tenants.all() if each.name == name or each.name in pools]
+        return tuple(self._residency.tenant(each.index_name) for each in charged) if pools else ()
 
 
 def _terms(limits: TenantSection) -> Terms | None:

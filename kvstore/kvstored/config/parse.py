@@ -32,6 +32,7 @@ from kvstored.config.documents import (
 )
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
+from kvstored.config.recognition import RECOGNITION_KEYS, check_recognition, recognition
 from kvstored.config.schema import Config, PrefetchSection, TenantSection, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tiers import KINDS, MachineSizes
@@ -48,7 +49,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
     "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
-    "ttl_s", "priority", "lossy",
+    "ttl_s", "priority", "lossy", *RECOGNITION_KEYS,
 }  # fmt: skip
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
@@ -107,14 +108,19 @@ def _check_unary(unary: UnarySection) -> None:
         address_of("unary.listen", unary.listen, "127.0.0.1:7443")
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
-            unary.tokens_file is not None,
-            "unary.listen needs unary.tokens_file: without tokens any client at the port could read every block",
+            unary.tokens_file is not None or unary.tls_client_ca is not None,
+            "unary.listen needs unary.tokens_file or unary.tls_client_ca: without tokens or certificates any client at "
+            "the port could read every block",
         )
     need(
         (unary.tls_cert is None) == (unary.tls_key is None),
         "unary.tls_cert and unary.tls_key belong together: set both or none",
     )
     need(unary.tls_cert is None or bool(unary.listen), "unary.tls_cert does nothing without unary.listen")
+    need(
+        unary.tls_client_ca is None or unary.tls_cert is not None,
+        "unary.tls_client_ca checks clients' certificates over TLS: set unary.tls_cert and unary.tls_key too",
+    )
 
 
 def _check_prefetch(prefetch: PrefetchSection) -> None:
@@ -148,6 +154,10 @@ def _check(config: Config) -> None:
     one_of("durability.mode", config.durability.mode, DURABILITY_MODES)
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:
+        need(
+            not tenant.certificates or config.unary.tls_client_ca is not None,
+            f"tenant {tenant.name}: certificates are those of callers over TCP: set unary.tls_client_ca",
+        )
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
         one_of(f"tenant {tenant.name}: remote", tenant.remote, ("", *MODES))
     need(
@@ -244,11 +254,13 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 _number(entry, "ttl_s", 0, TTL_MAX_S),
                 _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
                 bool(_flag(entry, "lossy")),
+                **recognition(entry),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
         if found[name].unmapped and owners.setdefault("unmapped", name) != name:
             raise ConfigError(f"tenant {name}: unmapped users are tenant {owners['unmapped']} already")
+    check_recognition(tuple(found.values()))
     return tuple(found.values())
 
 

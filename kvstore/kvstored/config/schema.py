@@ -57,6 +57,10 @@ class LimitsSection:
     max_block_bytes: int
     staging_per_client_bytes: int
     inflight_per_client: int
+    clients_per_tenant: int
+    requests_per_tenant: int
+    moving_per_tenant_bytes: int
+    moving_bytes: int
     leases_per_client: int
     lease_ttl_ms: int
     limbo_per_tenant_bytes: int
@@ -135,6 +139,7 @@ class UnarySection:
     tokens_file: Path | None
     tls_cert: Path | None
     tls_key: Path | None
+    tls_client_ca: Path | None
 
     @property
     def tokens_in_use(self) -> Path | None:
@@ -169,6 +174,16 @@ class TenantSection:
     ttl_s: int = 0  # of new blocks, unless their put says otherwise; 0: they do not expire
     priority: int = 0  # likewise
     lossy: bool = False  # whether clients that accept lossy copies may put and get them
+    cgroups: tuple[str, ...] = ()  # callers in or below one of these are this tenant
+    socket: bool = False  # whether it has a handshake socket of its own, whose callers are this tenant
+    certificates: tuple[str, ...] = ()  # names of a client certificate that are this tenant over TCP: "dns:a.example"
+    publisher: str = ""  # of a shared pool: the tenant that may put blocks into it
+    readers: tuple[str, ...] = ()  # of a shared pool: the tenants that may get its blocks
+
+    @property
+    def is_pool(self) -> bool:
+        """True for a shared pool: no caller is this tenant, and those of the tenants that it lists use its blocks."""
+        return bool(self.publisher)
 
 
 class ConfiguredSetting(NamedTuple):

@@ -568,6 +568,10 @@ class TenantStatus(google.protobuf.message.Message):
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
     LIMBO_BYTES_FIELD_NUMBER: builtins.int
     FINGERPRINTS_FIELD_NUMBER: builtins.int
+    REFUSED_REQUESTS_FIELD_NUMBER: builtins.int
+    RECOGNISED_BY_FIELD_NUMBER: builtins.int
+    PUBLISHER_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     blocks: builtins.int
@@ -579,8 +583,18 @@ class TenantStatus(google.protobuf.message.Message):
     missed_blocks: builtins.int
     quota_bytes: builtins.int
     limbo_bytes: builtins.int
+    refused_requests: builtins.int
+    """too many at once, or too many bytes under way"""
+    publisher: builtins.str
+    """of a shared pool: who puts blocks there; its readers:"""
     @property
     def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def recognised_by(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """who is this tenant: "uid 1001", "cgroup /chat.slice", "socket PATH", …"""
+
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AccountStatus]:
         """for whom its engines stored and asked, where they named somebody"""
@@ -599,9 +613,13 @@ class TenantStatus(google.protobuf.message.Message):
         quota_bytes: builtins.int = ...,
         limbo_bytes: builtins.int = ...,
         fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
+        refused_requests: builtins.int = ...,
+        recognised_by: collections.abc.Iterable[builtins.str] | None = ...,
+        publisher: builtins.str = ...,
+        readers: collections.abc.Iterable[builtins.str] | None = ...,
         accounts: collections.abc.Iterable[global___AccountStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "quota_bytes", b"quota_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "publisher", b"publisher", "quota_bytes", b"quota_bytes", "readers", b"readers", "recognised_by", b"recognised_by", "refused_requests", b"refused_requests"]) -> None: ...
 
 global___TenantStatus = TenantStatus
 

@@ -75,7 +75,7 @@ class Holdings:
     def __init__(self) -> None:
         self.given_back: list[str] = []
         self.clock = ManualClock()
-        self.config = SimpleNamespace(limits=SimpleNamespace(lease_ttl_ms=1000))
+        self.config = SimpleNamespace(limits=SimpleNamespace(lease_ttl_ms=1000, clients_per_tenant=9))
         self.leases = SimpleNamespace(release_session=lambda number: self.given_back.append("leases"))
         self.reservations = SimpleNamespace(
             held_bytes=lambda number: 0, end_session=lambda number: self.given_back.append("slots")

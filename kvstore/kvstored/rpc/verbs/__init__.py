@@ -16,6 +16,7 @@ from typing import Any
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
+from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
@@ -293,12 +294,15 @@ class Verbs:
     def _touched(self, session: ClientSession, request: pb.Touch) -> pb.TouchReply:
         reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
         if request.HasField("set"):
-            keys = self._keys_of(session, request.set)
-            reply.touched = self._hints.touch(session, keys, terms_of(request.terms))
+            keys, terms = self._keys_of(session, request.set), terms_of(request.terms)
+            if terms != NO_TERMS:
+                session.require_writer()
+            reply.touched = self._hints.touch(session, keys, terms)
         reply.renewed = self._hints.renew(session, request.lease_ids)
         return reply
 
     async def _deleted(self, session: ClientSession, request: pb.Delete) -> pb.DeleteReply:
+        session.require_writer()
         deleted = await self._delete.delete(session, split_keys(self._keys_of(session, request.set)))
         count = deleted.fates.count
         return pb.DeleteReply(

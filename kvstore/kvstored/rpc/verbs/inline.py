@@ -188,6 +188,7 @@ class InlineCalls:
     async def delete(
         self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
     ) -> unary.UnaryDeleteReply:
+        session.require_writer()
         missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
         deleted = await self._delete.delete(session, blocks.keys)

@@ -60,6 +60,7 @@ class PutVerb:
     async def lend(self, session: ClientSession) -> pb.LendReply:
         """Lend the client of `session` its staging memory (from which it puts blocks) under a new number, after all
         puts that read the memory have ended. The number is 0 for a client without staging memory."""
+        session.require_writer()
         if session.staging is None:
             return pb.LendReply()
         session.loan += 1  # first, so that nothing new begins under the old one
@@ -72,6 +73,7 @@ class PutVerb:
         """Check the put in `whole` and begin it; yield its answers. Raises KVStoreError for an invalid request, and for
         more puts at once than allowed.
         """
+        session.require_writer()
         request, limits = whole.store, self._limits
         keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
         extras = keys_of(request.extras, limits.max_keys) if request.extras else [NO_EXTRA_FIELD] * len(keys)
@@ -106,7 +108,9 @@ class PutVerb:
     def store_inline(
         self, session: ClientSession, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Begin the put of `offer`, whose blocks were checked or came in the message, and yield its answers."""
+        """Begin the put of `offer`, whose blocks were checked or came in the message, and yield its answers. Raises
+        KVStoreError for a client that may not put, and for terms that are wrong."""
+        session.require_writer()
         self._check_terms(session, offer)
         return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
 
@@ -174,6 +178,7 @@ class PutVerb:
         """Reserve slots of arenas that the client will write to, and return their places. Raises KVStoreError for a
         request that is wrong as a whole, or not allowed.
         """
+        session.require_writer()
         if request.give_back:
             self._reservations.give_back(session.session_id, request.give_back)
         if not request.blocks:

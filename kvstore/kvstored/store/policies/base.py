@@ -50,12 +50,14 @@ Rows = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Share:
     """A tenant's share of one tier. `min_bytes` are guaranteed, and more than `max_bytes` (None: no limit) are not
-    allowed. Tenants with a lower `priority` lose blocks first.
+    allowed. Tenants with a lower `priority` lose blocks first. `charged_with` are the numbers of all tenants whose
+    bytes count against `max_bytes` together, this one's among them; empty if there is no other.
     """
 
     min_bytes: int = 0
     max_bytes: int | None = None
     priority: int = 0
+    charged_with: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

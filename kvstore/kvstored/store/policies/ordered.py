@@ -47,6 +47,8 @@ def choose_tenant(
         row = first(number)
         if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
             continue
+        if share.charged_with:
+            held_bytes = sum(residency.tenant_bytes(other, tier) for other in share.charged_with)
         within = share.max_bytes is None or held_bytes <= share.max_bytes
         order = (within, share.priority, standing(row))
         if smallest is None or order < smallest:

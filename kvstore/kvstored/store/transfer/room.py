@@ -196,7 +196,10 @@ class Room:
         if share is None or share.max_bytes is None:
             return False
         residency, tier = self._residency, self._position
-        held_bytes = residency.tenant_bytes(tenant, tier) + residency.reserved_bytes(tenant, tier)
+        held_bytes = sum(
+            residency.tenant_bytes(charged, tier) + residency.reserved_bytes(charged, tier)
+            for charged in share.charged_with or (tenant,)
+        )
         return held_bytes + nbytes > share.max_bytes
 
     def _owner(self, tenant: int, writable: bool) -> str:
