@@ -1,31 +1,38 @@
-#!/bin/sh
-# Write the man pages of kvstored and kvctl into the directory $2, from the --help of each command, by help2man. $1 is
-# the Python that has both installed.
-set -eu
+#!/bin/bash
+# Write the man pages of kvstored, kvctl and their commands into the directory $2, from what --help says, by help2man.
+# $1 is the Python that has both installed.
+set -euo pipefail
 python=$1 out=$2
 bin=$(dirname "$python")
 mkdir -p "$out"
 export COLUMNS=100 PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8
+version=$("$python" "$bin/kvctl" --version | awk '{ print $2; exit }')
 
-page() { # PROGRAM SECTION TITLE [COMMAND]
-	program=$1 section=$2 title=$3 command=${4:-}
-	run=$(mktemp)
-	printf '#!/bin/sh\nexec "%s" "%s/%s" "$@"\n' "$python" "$bin" "$program" >"$run"
-	[ -z "$command" ] || printf '#!/bin/sh\ncase $1 in --version) exec "%s" "%s/%s" --version;; esac\nexec "%s" "%s/%s" %s "$@"\n' \
-		"$python" "$bin" "$program" "$python" "$bin" "$program" "$command" >"$run"
-	chmod +x "$run"
-	name=$program${command:+-$command}
-	help2man --no-info --no-discard-stderr --section "$section" --name "$title" --source kvstored \
-		--output "$out/$name.$section" "$run"
-	sed -i "s,$(basename "$run"),$name,g; s,$(basename "$run" | tr a-z A-Z),$(echo "$name" | tr a-z A-Z),g" "$out/$name.$section"
-	rm "$run"
+# argparse's help, with the headings and examples as help2man knows them.
+shown() { # PROGRAM [COMMAND]
+	"$python" "$bin/$1" "${@:2}" --help |
+		awk '!usage && /^$/ { print usage = line } !usage { sub(/^ +/, ""); line = line (line ? " " : "") $0; next } { print }' |
+		sed -E '
+		1s/^usage: /Usage: /
+		s/^(options|positional arguments|commands|examples|exit codes):$/\u&/
+		/^Examples:$/,/^$/ s/^  ([^ ])/  $ \1/'
 }
 
-commands() { # PROGRAM: the names after "COMMAND" in its help, with the first words of each
-	"$python" "$bin/$1" --help | sed -n 's/^    \([a-z][a-z-]*\)\( .*\|$\)/\1/p'
+page() { # TITLE PROGRAM [COMMAND]
+	local title=$1 name work
+	shift
+	name=$(IFS=-; echo "$*")
+	work=$(mktemp -d)
+	shown "$@" >"$work/help"
+	[ -n "$title" ] || title=$(awk -v RS= 'NR == 2 { gsub("\n", " "); sub(/[.:].*/, ""); print tolower(substr($0, 1, 1)) substr($0, 2) }' "$work/help")
+	printf '#!/bin/sh\ncase $1 in --version) echo "%s %s";; *) cat "%s/help";; esac\n' "$name" "$version" "$work" >"$work/$name"
+	chmod +x "$work/$name"
+	help2man --no-info --section 8 --name "${title:-$*}" --source kvstored --output "$out/$name.8" "$work/$name"
+	rm -r "$work"
 }
 
-page kvstored 8 'tiered KV-cache storage daemon for LLM inference'
-page kvctl 8 'look at and steer a live kvstored'
-for each in $(commands kvstored); do page kvstored 8 "kvstored $each" "$each"; done
-for each in $(commands kvctl); do page kvctl 8 "kvctl $each" "$each"; done
+page 'tiered KV-cache storage daemon for LLM inference' kvstored
+page 'look at and steer a live kvstored' kvctl
+for program in kvstored kvctl; do
+	for command in $(shown $program | sed -nE 's/^    ([a-z][a-z-]*)( .*|$)/\1/p'); do page '' $program "$command"; done
+done
