@@ -22,6 +22,7 @@ from kvstored.admin.block_totals import BlockTotals
 from kvstored.admin.drop import OperatorDrop
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import history
+from kvstored.admin.keep import Keeping
 from kvstored.admin.lifetime import Lifetime, Phase
 from kvstored.admin.predictor import predictor
 from kvstored.admin.quarantine import Quarantine
@@ -30,6 +31,8 @@ from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampler import MetricsSampler
 from kvstored.admin.settings import settings
 from kvstored.admin.state import state
+from kvstored.admin.tenant_settings import TenantSettings
+from kvstored.admin.versions import Versions
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
@@ -38,6 +41,7 @@ from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import Tokens, names_in
+from kvstored.clients.weights import WeightVersions
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
 from kvstored.lifetime.notify import listening_socket
@@ -81,6 +85,7 @@ class Services:
     handshake: HandshakeServer
     own_sockets: OwnSockets
     state: StateSaver
+    weights: WeightVersions
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,9 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "Shutdown": lifetime.shutdown,
         "Predictor": partial(predictor, store.prefetcher, store.residency),
         "State": partial(state, services.state),
+        "SetTenant": TenantSettings(reload, tenants, services.state.orders).set,
+        "Keep": Keeping(store, blocks).keep,
+        "Versions": partial(_once_named, services.state, Versions(parts, services.weights).versions),
     }
 
 

@@ -37,7 +37,7 @@ async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.Tenants
 
     of_kind = _accounts_of_kinds(parts)
     if of_kind:
-        blocks, tier_bytes = await _count_kinds(residency)
+        blocks, tier_bytes = await count_kinds(residency)
         for kind, (tenant, name) in of_kind.items():
             status = account(tenant, name)
             status.blocks += int(blocks[kind])
@@ -65,7 +65,7 @@ def _add_callers(parts: DaemonParts, reply: pb.TenantsReply) -> None:
     seen = {tenant.name: tenant for tenant in reply.tenants}
     for listed in parts.tenants.listed:
         if listed.name not in seen:
-            seen[listed.name] = reply.tenants.add(name=listed.name, quota_bytes=listed.host_max_bytes)
+            seen[listed.name] = reply.tenants.add(name=listed.name)
     for name, status in seen.items():
         uid = uid_of(name)
         section = parts.tenants.section(name) or TenantSection(name, uids=() if uid is None else (uid,))
@@ -86,7 +86,7 @@ def _accounts_of_kinds(parts: DaemonParts) -> dict[int, tuple[int, str]]:
     return found
 
 
-async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
+async def count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
     """Return the readable blocks of each kind of rows, and the bytes of their slots in each tier."""
     kinds, columns = len(residency.kinds), residency.rows
     blocks, tier_bytes = np.zeros(kinds), [np.zeros(kinds) for _ in residency.tiers]

@@ -12,7 +12,7 @@ from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.own_sockets import OwnSockets
-from kvstored.clients.sessions import ClientSession
+from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
@@ -41,13 +41,13 @@ class LiveTenants:
         shares: TenantShares,
         handshake: HandshakeServer,
         own_sockets: OwnSockets,
+        sessions: ClientSessions,
         tokens: Tokens | None,
     ) -> None:
         self._tenants = tenants
         self._residency = residency
         self._shares = shares
-        self._handshake = handshake
-        self._own_sockets = own_sockets
+        self._handshake, self._own_sockets, self._sessions = handshake, own_sockets, sessions
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
 
@@ -75,6 +75,7 @@ class LiveTenants:
             raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
         self._own_sockets.follow(config.tenants)
+        self._sessions.renew_tenants()
         left = self._handshake.hang_up(self._is_another_now)
         if left:
             log.info("%d clients have to connect again: they are of another tenant now", left)

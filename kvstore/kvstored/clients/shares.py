@@ -36,9 +36,7 @@ class TenantShares:
         shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
-            payer = self._payer(limits)
-            is_special = limits.host_min_bytes or payer.host_max_bytes or payer.nvme_max_bytes or _terms(limits)
-            is_special = is_special or limits.lossy
+            is_special = limits.shares or self._payer(limits).shares or _terms(limits) or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
@@ -46,14 +44,11 @@ class TenantShares:
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits, lossy = tenant.limits, self._residency.exactness.tenants
         payer = self._payer(limits)
-        charged = self._charged_to(payer.name) if payer.host_max_bytes or payer.nvme_max_bytes else ()
-        shares = {
-            self._residency.mapped: Share(limits.host_min_bytes, payer.host_max_bytes or None, charged_with=charged),
-            self._residency.durable: Share(0, payer.nvme_max_bytes or None, charged_with=charged),
-        }
+        charged = self._charged_to(payer.name) if payer.shares else ()
         for policy in self._policies:
-            if policy.tier in shares:
-                policy.set_share(tenant_id, shares[policy.tier])
+            tier = self._residency.tiers[policy.tier]
+            share, most_bytes = limits.share(tier), payer.share(tier).max_bytes or None
+            policy.set_share(tenant_id, Share(share.min_bytes, most_bytes, share.weight, charged if most_bytes else ()))
         (lossy.add if limits.lossy else lossy.discard)(tenant_id)
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:

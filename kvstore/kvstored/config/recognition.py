@@ -73,10 +73,10 @@ def _check_pool(tenant: TenantSection, by_name: Mapping[str, TenantSection]) -> 
             not getattr(tenant, key),
             f"tenant {name}: it has a publisher, so it is a shared pool that no caller is: take {key} out",
         )
-    for key in ("host_max", "nvme_max"):
+    for tier, share in tenant.shares:
         need(
-            not getattr(tenant, f"{key}_bytes"),
-            f"tenant {name}: blocks of a shared pool count against the {key} of its publisher: set it there",
+            not share.max_bytes,
+            f"tenant {name}: blocks of a shared pool count against the {tier}_max of its publisher: set it there",
         )
     for user in (tenant.publisher, *tenant.readers):
         known = by_name.get(user)

@@ -360,6 +360,10 @@ class TenantDirectory:
     def fingerprints(self) -> dict[bytes, Fingerprint]:
         return dict(self._names.fingerprints)
 
+    def forget_fingerprints(self, digests: Iterable[bytes]) -> None:
+        """Forget the names of fingerprints, under which no block will be stored again."""
+        self._names.forget(digests)
+
     def _callable(self, section: TenantSection) -> Tenant | None:
         """Return a listed tenant for its callers. None as long as its name stands for blocks of a user whom it does not
         list (`follow_users` ends that), or as long as its identity is not on the medium, where a restart would not

@@ -22,10 +22,11 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
+from kvstored.clients.codes import terms_of
 from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS
-from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size, terms_of
+from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
 from kvstored.store.assembly import Store
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.put import Puts
@@ -118,9 +119,8 @@ class PutVerb:
         """Raise KVStoreError for terms that are out of bounds, or pin more than the tenant may."""
         if offer.terms != NO_TERMS:
             rows = self._retention.find_each(session.tenant_id, offer.packed) if offer.terms.pin else []
-            newly = [at for at, row in enumerate(rows) if row < 0 or not self._residency.pinned_by(row)]
-            nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at in newly)
-            self._retention.check(session.tenant_id, offer.terms, nbytes)
+            nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at, row in enumerate(rows) if row < 0)
+            self._retention.check(session.tenant_id, offer.terms, nbytes, [row for row in rows if row >= 0])
 
     def _mode_of(self, session: ClientSession, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
         """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
