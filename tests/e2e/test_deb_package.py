@@ -71,7 +71,7 @@ def debian(package: Path, later: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def _files(debian: BootedDebian) -> set[str]:
-    """The files that a package could leave behind; not those that the kept ones of `_KEPT` are."""
+    """The files inside, except those that `_KEPT` names and compiled ones."""
     listed = debian.run("sh", "-c", "find /etc /usr /var /opt /run/kvstored* -xdev 2>/dev/null").stdout
     return {line for line in listed.splitlines() if not line.startswith(_KEPT) and "__pycache__" not in line}
 
@@ -149,14 +149,17 @@ def test_the_packages_own_test_passes(debian: BootedDebian) -> None:
     assert debian.say("sh", "/tmp/serves").count("active") == 2
 
 
-def test_no_request_fails_and_no_block_leaves_dram(debian: BootedDebian, later: Path, tmp_path: Path) -> None:
-    """`systemctl reload`, `restart` and the package's upgrade, beside an engine that serves."""
+def test_no_request_fails_and_no_block_leaves_dram(
+    debian: BootedDebian, package: Path, later: Path, tmp_path: Path
+) -> None:
+    """`systemctl reload`, `restart`, the package's upgrade and the way back, beside an engine that serves."""
     skip_without_ggml()
     for needed in ("uvicorn", "httptools"):
         pytest.importorskip(needed, reason="the extra server is not installed")
     with _engine(debian, tmp_path) as server, _Load(server) as load:
-        for step in (("systemctl", "reload", "kvstored"), ("systemctl", "restart", "kvstored"),
-                     ("dpkg", "--install", f"/tmp/{later.name}")):  # fmt: skip
+        steps = [["systemctl", "reload", "kvstored"], ["systemctl", "restart", "kvstored"]]
+        steps += [["dpkg", "--install", f"/tmp/{each.name}"] for each in (later, package)]
+        for step in steps:
             asked = load.done + 2 * len(_PROMPTS)
             assert eventually(lambda asked=asked: load.done > asked, 60.0), (load.failed, server.log)
             debian.say("kvctl", "flush")
@@ -166,11 +169,11 @@ def test_no_request_fails_and_no_block_leaves_dram(debian: BootedDebian, later: 
             assert (_blocks_in_dram(debian), _pid(debian, "kvstored-holder")) == (blocks, holder), step
             assert blocks > len(_PROMPTS)
             assert (_pid(debian, "kvstored") == daemon) == (step[1] == "reload"), step
+            status = _kvctl(debian, "status")
+            assert (status["version"] == "99.0") == (later.name in step[-1]) and status["state"] == "serving"
         asked = load.done + 2 * len(_PROMPTS)
         assert eventually(lambda: load.done > asked, 60.0)
     assert load.failed == []
-    status = _kvctl(debian, "status")
-    assert (status["version"], status["state"]) == ("99.0", "serving")
 
 
 def test_the_first_client_starts_a_stopped_daemon(debian: BootedDebian) -> None:
