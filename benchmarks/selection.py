@@ -1,7 +1,7 @@
 """Retrieval and decode speed where new tokens of an answer read half of a long context (`--select-pages`).
 
-A context is a noise of plain sentences (that of the pass-key task, Mohtashami & Jaggi 2023) with facts at random
-places: four of unlike forms (`needle`), and four of one form, which differ in the thing that is named (`keys`). A
+A context is plain sentences (the noise of the pass-key task, Mohtashami & Jaggi 2023) with facts at random
+places: four of unlike forms (`needle`), and two pairs of one form each, which differ in the thing named (`keys`). A
 question is the beginning of a fact's sentence, with SmolLM2 in its chat template as the beginning of the answer; it is
 answered if the greedy tokens are the fact's value. With the selection the question's own tokens select, too: else the
 first token of each answer would come from all of attention. Reads are those of K, V and page bounds, in layers without
@@ -55,14 +55,16 @@ class Fact:
 
 
 def facts(random: np.random.Generator) -> list[Fact]:
-    things, colours, cities = (random.permutation(words.split()) for words in (THINGS, COLOURS, CITIES))
+    lists = THINGS, COLOURS, CITIES, NAMES
+    things, colours, cities, names = (random.permutation(words.split()) for words in lists)
     digits = "".join(map(str, random.integers(0, 10, 4)))
     return [
         Fact("needle", f"The code of the {things[0]} is", f" {digits}"),
-        Fact("needle", "The doctor of the village is called", f" {random.choice(NAMES.split())}"),
+        Fact("needle", "The doctor of the village is called", f" {names[0]}"),
         Fact("needle", f"The colour of the {things[1]} is", f" {colours[0]}"),
         Fact("needle", "The next ship sails to", f" {cities[0]}"),
-        *(Fact("keys", f"The {colours[at]} {things[at]} was made in", f" {cities[at]}") for at in range(2, 6)),
+        *(Fact("keys", f"The {colours[at]} {things[at]} was made in", f" {cities[at]}") for at in (2, 3)),
+        *(Fact("keys", f"The {things[at]} in the house belongs to", f" {names[at]}") for at in (4, 5)),
     ]
 
 

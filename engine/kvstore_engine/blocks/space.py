@@ -108,7 +108,7 @@ class BlockSpace:
     def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], exact: int) -> tuple[BlockTable, int]:
         """Return a table with pool blocks for `tokens`, for a sequence that held the trie nodes `path` before it lost
         its blocks, and the number of leading blocks that are still the blocks of `path`. The caller must fill the other
-        blocks; those of the first `exact` tokens are shared with later sequences. Raises PoolExhausted with nothing
+        blocks; blocks of the first `exact` tokens are shared with later sequences. Raises PoolExhausted with nothing
         changed.
         """
         table = BlockTable(tenant)
