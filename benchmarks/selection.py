@@ -33,7 +33,7 @@ from kvstore_engine.page_selection import PAGE_TOKENS, RECENT_PAGES, PageSelecti
 from kvstore_engine.tokenizer import Tokenizer
 
 MODELS = "smollm2-135m-instruct:q8_0", "gemma-3-270m:q8_0"
-HALF = PageSelection.parse("47%")  # with the bounds half of the bytes
+HALF = PageSelection.parse("44%")  # with the bounds half of the bytes
 LENGTHS, CONTEXT, BLOCK, STEP = (2048, 4096, 8064), 8192, 16, 512
 GOOD = 0.8
 NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -145,8 +145,8 @@ def opened(model: str) -> Iterator[Asked]:
 def reads(length: int) -> float:
     """Return the share of the bytes of K and V that a token reads which sees `length` tokens, with the bounds."""
     pages = -(-length // PAGE_TOKENS)
-    bounds = (pages - 1 - RECENT_PAGES) * 2 * 4  # bytes of a channel; K and V of a page have 64 times 2 times 2
-    return (HALF.read_pages(length) + bounds / (PAGE_TOKENS * 4)) / pages
+    bounded = (pages - 1 - RECENT_PAGES) * PAGE_TOKENS // BLOCK  # blocks
+    return (HALF.read_pages(length) + bounded / (PAGE_TOKENS // BLOCK) / BLOCK) / pages
 
 
 def scores(name: str, model: Asked, contexts: int) -> tuple[int, int, int]:

@@ -22,10 +22,10 @@ from typing import Self
 
 from kvstore_engine.errors import UsageError
 
-PAGE_TOKENS = 64  # kPageKeys of kernels/layout.h
-RECENT_PAGES = 3  # kRecentPages of kernels/page_choice.cpp: read by every token, as is the first page, of the sinks
+PAGE_TOKENS = 32  # kPageKeys of kernels/layout.h
+RECENT_PAGES = 6  # kRecentPages of kernels/page_choice.cpp: read by every token, as is the first page, of the sinks
 SELECT_HELP = (
-    "the most pages of 64 tokens of a long context that a new token reads: a share such as 50%%, or a number from 5 on "
+    "the most pages of 32 tokens of a long context that a new token reads: a share such as 50%%, or a number from 8 on "
     "(default: all). Faster, other answers; prompts and stored blocks stay as they are; cpu alone"
 )
 LEAST_PAGES = RECENT_PAGES + 2  # with one at least to choose
@@ -33,8 +33,8 @@ LEAST_PAGES = RECENT_PAGES + 2  # with one at least to choose
 
 @dataclass(frozen=True, slots=True)
 class PageSelection:
-    """The most pages (of 64 tokens) of a context that a new token of an answer reads in a layer: `share` of them, over
-    0 and below 1, or `pages`, whichever is given. The first page and the last three are always read.
+    """The most pages (of 32 tokens) of a context that a new token of an answer reads in a layer: `share` of them, over
+    0 and below 1, or `pages`, whichever is given. The first page and the last six are always read.
     """
 
     share: float = 0.0

@@ -22,7 +22,7 @@ class SequenceSlice:
     position of the first; the K/V of positions 0..start-1 must be in the pool already. block_table: int32, the numbers
     of the pool blocks for positions 0, 16, 32...; it covers at least start + n tokens. outputs: the tokens whose logits
     are wanted: "none", "last" or "all". window_table: int32, as `block_table` for layers that have a pool of their own;
-    blocks that have left the window are 0. read_pages: the most pages of 64 tokens that the token reads in a layer
+    blocks that have left the window are 0. read_pages: the most pages of 32 tokens that the token reads in a layer
     without a window, if the slice has one token; 0: all.
     """
 

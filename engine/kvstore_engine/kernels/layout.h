@@ -34,8 +34,8 @@ struct Layer {
     const Step* step;
     int64_t window, sink_tokens;                // a row sees the last `window` keys (0: all) and the first `sink_tokens`
     double scale, softcap;                      // of the scores; 0: no cap
-    float* bounds;                              // [blocks][kv_heads][2][head_dim]; null: rows of this layer read all pages
-    uint8_t* known;                             // [blocks], known_stride apart, [kv_heads]: 1 where `bounds` has the page's
+    uint16_t* bounds;                           // [blocks][kv_heads][2][head_dim], bfloat16; null: rows of this layer read all pages
+    uint8_t* known;                             // [blocks], known_stride apart, [kv_heads]: 1 where `bounds` has the block's
     int64_t known_stride;
     int64_t next_choice, next_item;             // taken so far, by any thread; 0 before the step
 };
@@ -46,4 +46,4 @@ struct Product {
 };
 
 constexpr int64_t kSpanKeys = 256;              // keys in a span: SPAN_TOKENS of layout.py
-constexpr int64_t kPageKeys = 64;               // keys in a page: PAGE_TOKENS of layout.py
+constexpr int64_t kPageKeys = 32;               // keys in a page: PAGE_TOKENS of layout.py

@@ -21,7 +21,7 @@ from kvstore_engine.kernels.page_bounds import PageBounds
 
 ROWS_PER_ITEM = 48  # kRows of paged_attention.cpp: one pass of the kernel
 SPAN_TOKENS = 256  # kSpanKeys of layout.h: the least that a context is cut into
-PAGE_TOKENS = 64  # kPageKeys of layout.h: the least of a context that a row reads or leaves out
+PAGE_TOKENS = 32  # kPageKeys of layout.h: the least of a context that a row reads or leaves out
 ITEM_FIELDS = 12  # struct Item of layout.h
 _ITEMS_PER_THREAD = 4  # a tile that is more than this part of a thread's share is worth cutting
 _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512

@@ -1,8 +1,7 @@
-"""The memory for the bounds of pages of K, beside the planes of a pool.
+"""The memory for the bounds of K in each block, beside the planes of a pool.
 
-The module owns its layout, and the rule that keeps it right: bounds are of the page that ends with a block, and whoever
-writes to a block forgets them. The kernel computes them again when it next needs them. Equal last blocks follow equal
-blocks, as equal keys of the store do, so a page has one last block.
+The module owns its layout, and the rule that keeps it right: whoever writes to a block forgets its bounds. The kernel
+computes them again when it next needs them (page_choice.cpp).
 """
 
 import mmap
@@ -12,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 _ALIGNMENT_BYTES = 64
-_FLOAT_BYTES = 4
+_VALUE_BYTES = 2
 Memory = mmap.mmap | memoryview
 
 
 class PageBounds:
-    """The least and the greatest key of each channel, for pages of `layers` layers in a pool of `blocks` blocks, and
-    which of them are known. Pass `beside(memory)` to the pool in place of its `memory`.
+    """The least and the greatest key of each channel, as bfloat16, for `layers` layers of each of `blocks` pool blocks,
+    and flags that say whether they are known. Pass `beside(memory)` to the pool in place of its `memory`.
     """
 
     def __init__(self, layers: int, blocks: int, kv_heads: int, head_dim: int) -> None:
@@ -29,7 +28,7 @@ class PageBounds:
     @staticmethod
     def block_bytes(layers: int, kv_heads: int, head_dim: int) -> int:
         """Return the bytes that these bounds add to a pool for each of its blocks."""
-        return layers * kv_heads * (2 * head_dim * _FLOAT_BYTES + 1)
+        return layers * kv_heads * (2 * head_dim * _VALUE_BYTES + 1)
 
     def beside(self, memory: Callable[[int], Memory]) -> Callable[[int], memoryview]:
         """Return a function that allocates the memory of a pool by `memory`, with the room of these bounds behind."""
@@ -37,9 +36,9 @@ class PageBounds:
         def allocate(size_bytes: int) -> memoryview:
             first = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             values, known = (int(np.prod(shape)) for shape in (self._values_shape, self._known_shape))
-            whole = memoryview(memory(first + _FLOAT_BYTES * values + known))
-            self.values = np.frombuffer(whole, np.float32, values, first).reshape(self._values_shape)
-            self.known = np.frombuffer(whole, np.uint8, known, first + _FLOAT_BYTES * values).reshape(self._known_shape)
+            whole = memoryview(memory(first + _VALUE_BYTES * values + known))
+            self.values = np.frombuffer(whole, np.uint16, values, first).reshape(self._values_shape)
+            self.known = np.frombuffer(whole, np.uint8, known, first + _VALUE_BYTES * values).reshape(self._known_shape)
             return whole[:size_bytes]
 
         return allocate

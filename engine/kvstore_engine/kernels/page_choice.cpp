@@ -1,10 +1,10 @@
 // Chooses the pages of a context that a decode row's attention reads, as a ggml custom operation before it.
 //
-// The bounds of a page are Quest's (Tang et al. 2024): for each channel the least and the greatest key of the page.
-// The greatest score that any key of it can have is then the sum of q * greatest where q > 0 and q * least elsewhere.
-// Bounds depend on keys alone, never on a query: whoever shares the page's blocks shares them, and the blocks stay
-// whole. They are kept by the page's last block (all that is before a block is the same wherever the block is used),
-// computed when a page is first scored, and forgotten by whoever writes to the block (page_bounds.py).
+// The bounds are Quest's (Tang et al. 2024), of each block of the pool: for each channel the least and the greatest key.
+// The greatest score that any key of the block can have is then the sum of q * greatest where q > 0 and q * least
+// elsewhere; a page has the greatest of its blocks. Bounds depend on keys alone, never on a query: whoever shares a
+// block shares them, and blocks stay whole. They are computed when a block is first scored, rounded outwards to
+// bfloat16, and forgotten by whoever writes to the block (page_bounds.py).
 //
 // A K/V head reads the page that holds the sinks, the pages of the recent window, and of the others those that come
 // nearest to the best page of any of its query heads. Sums have one order on every processor, so the choice does too.
@@ -15,59 +15,87 @@
 
 namespace {
 
-constexpr int64_t kRecentPages = 3;  // always read, with the first: the RECENT_PAGES of page_selection.py
+constexpr int64_t kRecentPages = 192 / kPageKeys;  // always read, as is the first: RECENT_PAGES of page_selection.py
+constexpr float kMost = 1e38f;
+
+// `value` as a bfloat16 that is not greater (`up`: not less).
+uint16_t outwards(float value, bool up) {
+    if (value != value) value = up ? INFINITY : -INFINITY;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool grows = (bits & 0xFFFF) && bool(bits >> 31) != up;
+    return uint16_t((bits >> 16) + grows);
+}
 
 template <class Element>
-void bound(const Pass& pass, int64_t page, float* lowest) {
-    float* const highest = lowest + pass.head_dim;
-    for (int64_t tile = 0; tile < kPageKeys; tile += kKeys) {
-        const Stored<Element> keys(pass, pass.layer->keys, locate(pass, page * kPageKeys + tile));
+void bound(const Pass& pass, int64_t block, uint16_t* least) {
+    const int64_t tokens = pass.step->block_tokens;
+    float low[kMaxHeadDim], high[kMaxHeadDim];
+    for (int64_t first = 0; first < tokens; first += kKeys) {
+        const Stored<Element> keys(pass, pass.layer->keys, locate(pass, block * tokens + first));
+        const int count = int(std::min<int64_t>(kKeys, tokens - first));
         for (int64_t d = 0; d < pass.head_dim; d += 8) {
-            Eight low = tile ? load_eight(lowest + d) : keys.eight(0, d), high = tile ? load_eight(highest + d) : low;
-            for (int t = 0; t < kKeys; t++) {
+            Eight lowest = first ? load_eight(low + d) : keys.eight(0, d);
+            Eight highest = first ? load_eight(high + d) : lowest;
+            for (int t = 0; t < count; t++) {
                 const Eight key = keys.eight(t, d);
-                low = lower(low, key);
-                high = higher(high, key);
+                lowest = lower(lowest, key);
+                highest = higher(highest, key);
             }
-            store_eight(lowest + d, low);
-            store_eight(highest + d, high);
+            store_eight(low + d, lowest);
+            store_eight(high + d, highest);
         }
+    }
+    uint16_t* const greatest = least + pass.head_dim;
+    for (int64_t d = 0; d < pass.head_dim; d++) {
+        least[d] = outwards(low[d], false);
+        greatest[d] = outwards(high[d], true);
     }
 }
 
-// The bounds of a page: head_dim least values, then head_dim greatest ones. Two threads may compute the same page for
-// two sequences: they write equal values.
-const float* bounds_of(const Pass& pass, int64_t page) {
+// The bounds of a block of the context: head_dim least values, then head_dim greatest ones. Two threads may compute
+// those of a block that two sequences share: they write equal values.
+const char* bounds_of(const Pass& pass, int64_t block) {
     const Layer& layer = *pass.layer;
     const Step& step = *pass.step;
-    const int64_t block = pass.table[((page + 1) * kPageKeys - 1) / step.block_tokens];
-    float* const bounds = layer.bounds + (block * step.kv_heads + pass.kv_head) * 2 * pass.head_dim;
-    uint8_t* const known = layer.known + block * layer.known_stride + pass.kv_head;
-    if (__atomic_load_n(known, __ATOMIC_ACQUIRE)) return bounds;
+    const int64_t place = pass.table[block];
+    uint16_t* const bounds = layer.bounds + (place * step.kv_heads + pass.kv_head) * 2 * pass.head_dim;
+    uint8_t* const known = layer.known + place * layer.known_stride + pass.kv_head;
+    if (__atomic_load_n(known, __ATOMIC_ACQUIRE)) return (const char*)bounds;
     switch (step.kv_type) {  // ggml's numbers
-        case 0: bound<Single>(pass, page, bounds); break;
-        case 1: bound<Half>(pass, page, bounds); break;
-        case 2: bound<FourBit>(pass, page, bounds); break;
-        case 8: bound<EightBit>(pass, page, bounds); break;
-        case 30: bound<BFloat>(pass, page, bounds); break;
+        case 0: bound<Single>(pass, block, bounds); break;
+        case 1: bound<Half>(pass, block, bounds); break;
+        case 2: bound<FourBit>(pass, block, bounds); break;
+        case 8: bound<EightBit>(pass, block, bounds); break;
+        case 30: bound<BFloat>(pass, block, bounds); break;
     }
     __atomic_store_n(known, 1, __ATOMIC_RELEASE);
-    return bounds;
+    return (const char*)bounds;
 }
 
-// The bounds' scores of the pages [1, last) for the query at `query`, and the greatest of them.
+// What the bounds allow in the pages [1, last) for the query at `query`, and the greatest of these scores.
 float score(const Pass& pass, const float* query, int64_t last, float* scores) {
-    float above[kMaxHeadDim], below[kMaxHeadDim], best = -INFINITY;
+    const int64_t page_blocks = kPageKeys / pass.step->block_tokens, end = last * page_blocks;
+    float above[kMaxHeadDim], below[kMaxHeadDim], best = -kMost;
     for (int64_t d = 0; d < pass.head_dim; d++) above[d] = std::max(query[d], 0.f), below[d] = std::min(query[d], 0.f);
-    for (int64_t page = 1; page < last; page++) {
-        const float *const lowest = bounds_of(pass, page), *const highest = lowest + pass.head_dim;
-        Eight sum{};
-        for (int64_t d = 0; d < pass.head_dim; d += 8) {
-            sum = fma(load_eight(below + d), load_eight(lowest + d), sum);
-            sum = fma(load_eight(above + d), load_eight(highest + d), sum);
+    std::fill(scores + 1, scores + last, -kMost);
+    for (int64_t first = page_blocks; first < end; first += 8) {
+        Eight sums[8] = {};
+        const int count = int(std::min<int64_t>(8, end - first));
+        for (int i = 0; i < count; i++) {
+            const char *const least = bounds_of(pass, first + i), *const greatest = least + 2 * pass.head_dim;
+            for (int64_t d = 0; d < pass.head_dim; d += 8) {
+                sums[i] = fma(load_eight(below + d), BFloat::widen(least, d), sums[i]);
+                sums[i] = fma(load_eight(above + d), BFloat::widen(greatest, d), sums[i]);
+            }
         }
-        scores[page] = sum_of_lanes(sum);
-        best = std::max(best, scores[page]);
+        alignas(64) float allowed[8];
+        store_eight(allowed, sums_of_lanes(sums));
+        for (int i = 0; i < count; i++) {  // numbers, whatever K holds: the sort below needs an order
+            float& page = scores[(first + i) / page_blocks];
+            page = std::max(page, allowed[i] == allowed[i] ? std::clamp(allowed[i], -kMost, kMost) : kMost);
+            best = std::max(best, page);
+        }
     }
     return best;
 }
