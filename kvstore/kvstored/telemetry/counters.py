@@ -8,6 +8,7 @@ COUNTERS = {
     "lookup_hit_keys": "keys found usable in lookups",
     "acquires": "acquire requests answered",
     "acquired_blocks": "blocks handed out under leases",
+    "acquired_tokens": "tokens whose K/V those hold: once, however many layer groups a model has",
     "acquire_timeouts": "acquires that ended before their promotions",
     "stored_blocks": "blocks copied, checked and published",
     "stored_bytes": "payload bytes of those",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.objects import OBJECTS
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
 from kvstored.telemetry.flows import Process
@@ -57,6 +58,12 @@ class Client:
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
     closed: bool = False
     device_tiers: TierSet = NO_TIERS  # on its device: a lease may be on their memory
+    counted_group: int = field(init=False)  # the layer group that has a block for each block of tokens; -1: no tokens
+
+    def __post_init__(self) -> None:
+        groups = self.fingerprint.groups
+        whole = next((each for each in groups if each.kind in ("full", "latent")), groups[0])
+        self.counted_group = -1 if self.fingerprint == OBJECTS else whole.group_id
 
     @property
     def account(self) -> str:
