@@ -1,5 +1,4 @@
-"""kvctl report --serve: the report as a page on loopback that keeps itself up to date, with the prefix tree and the last
-misses.
+"""kvctl report --serve: the report as a page on loopback that keeps itself up to date, with the tree and misses.
 
 The page is for the user who started it: its address has a random word, and other words, other hosts in `Host` (a name
 that an attacker lets point to this machine) and everything but GET are refused. It loads nothing from elsewhere, and

@@ -181,12 +181,13 @@ async def _listen_to_unary(
 ) -> None:
     store, tenants = services.views.parts.store, services.views.parts.tenants
     config, max_keys = store.config.unary, store.config.limits.max_keys
+    is_traced = bool(store.config.traces.endpoint)
     verbs = services.answering.verbs
     calls = InlineCalls(verbs, services.delete, store, message_bytes=config.message_bytes)
     limit = CallLimit(config.calls)
 
     def service(callers: Callers) -> UnaryService:
-        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
+        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys, is_traced=is_traced)
 
     listeners = UnaryListeners(
         config, service, lambda: tenants.resolve(ourselves()), control.tokens, control.certificates, control.health

@@ -19,6 +19,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.trace import HEADER, from_header
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 from kvstored.admin.lifetime import DaemonState, Phase
@@ -34,6 +35,7 @@ from kvstored.rpc.grpc_socket import add_unix_port, connection_options
 from kvstored.rpc.health import HealthService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
+from kvstored.telemetry.spans import CURRENT
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
@@ -64,7 +66,7 @@ class CallLimit:
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """The gRPC service KVStoreUnary, for one socket. `callers` finds the tenant of a caller on that socket; `limit`
-    bounds the calls at once.
+    bounds the calls at once. With `is_traced` the spans of a call are below its caller's.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         phase: Phase,
         limit: CallLimit,
         max_keys: int,
+        *,
+        is_traced: bool = False,
     ) -> None:
         self._calls = calls
         self._callers = callers
@@ -82,6 +86,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         self._phase = phase
         self._limit = limit
         self._max_keys = max_keys
+        self._is_traced = is_traced
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def Lookup(self, request: pb.UnaryLookupRequest, context: Any) -> pb.UnaryLookupReply:  # noqa: N802
@@ -120,6 +125,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             tenant = self._callers.tenant_of(context.invocation_metadata())
             if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
+            if self._is_traced:
+                said = dict(context.invocation_metadata() or ()).get(HEADER, "")
+                CURRENT.set(from_header(said) if isinstance(said, str) else None)
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
             self._under_way.add(work)

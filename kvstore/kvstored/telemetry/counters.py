@@ -83,6 +83,8 @@ COUNTERS = {
     "replayed_batches": "batches of KV events sent again to subscribers that asked",
     "event_snapshots": "those that were the whole state instead, since older batches were gone",
     "event_restarts": "how often the process that publishes KV events was started again",
+    "traced_spans": "spans sent to the collector of traces",
+    "dropped_spans": "spans not sent: the queue was full, or the collector did not take them",
     "grpc_payload_bytes": "bytes of K/V that travelled inside gRPC: 0 but for unary calls",
 }
 
