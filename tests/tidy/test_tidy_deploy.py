@@ -149,7 +149,7 @@ def test_the_image_holds_every_source_of_the_wheel() -> None:
 
 
 def test_the_board_is_one_that_grafana_reads() -> None:
-    """Its classes for boards, which are made from its schema, keep all that the file says."""
+    """The classes of Grafana's library, which are made from the schema of boards, keep all that the file says."""
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk (dev extra)")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
 

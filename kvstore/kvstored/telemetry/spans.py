@@ -72,8 +72,8 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Sending:
-    """Where spans go: the collector's `endpoint`, an http(s) URL, and how many spans may wait. `count(name, amount)`
-    adds to the daemon's counters, from any thread."""
+    """The settings of the exporter: the collector's `endpoint`, an http(s) URL, and how many spans may wait in the
+    `queue`. `count(name, amount)` adds to the daemon's counters, from any thread."""
 
     endpoint: str
     queue: int
