@@ -51,9 +51,10 @@ class SocketFiles:
         await bind()
         self.watch(path, bind)
 
-    def watch(self, path: Path, bind: Bind) -> None:
-        """Call `bind` to bind the socket `path` whenever its file is found missing, also if it is missing now."""
-        self._files.append(_File(path, bind, file_identity(path)))
+    def watch(self, path: Path, bind: Bind, *, is_bound: bool = True) -> None:
+        """Call `bind` to bind the socket `path` whenever its file is found missing. `is_bound` says whether the present
+        file is this daemon's."""
+        self._files.append(_File(path, bind, file_identity(path) if is_bound else None))
 
     def remove(self, path: Path) -> None:
         """Remove the file of the socket `path`, if it is this daemon's, and do not bind it again."""

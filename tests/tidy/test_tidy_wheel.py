@@ -20,7 +20,7 @@ import pytest
 
 from tests.tidy.tree import PACKAGES, ROOT, pages_with_commands, pip_installs
 
-_DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".cu", ".h", ".pyi", ".typed", ".proto"}
+_DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".cu", ".h", ".pyi", ".typed", ".proto", ".gz"}
 _OFFLINE = (
     "No matching distribution",
     "Could not find a version",
