@@ -51,11 +51,11 @@ $(INSTALLED): pyproject.toml
 	  { echo "$(KVSTORED_PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "making .venv with $$($(KVSTORED_PYTHON) -V)" >&2; $(KVSTORED_PYTHON) -m venv .venv; }
 	@echo "installing kvstored and what it needs into .venv (about 700 MB on disk, once)" >&2
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,$(COMPILER)server,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,$(COMPILER)server,otel,dev]' >&2
 	@touch $@
 
 $(INSTALLED_ALL): $(INSTALLED)
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,gpu,cuda,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,gpu,cuda,otel,dev]' >&2
 	@$(PYTHON) -m pip install --disable-pip-version-check 'helm-python-sdk>=0.2' >&2 || echo "no Helm: its chart is not rendered" >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
 	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \

@@ -57,7 +57,7 @@ endurance budget, no block.
   freed slots of slabs are [another matter](format.md).
 
 `kvctl state ls`, `kvctl state show DATABASE` ask the daemon; with `--state-dir`, and `kvstored inspect STATE_DIR
-state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](backup.md).
+state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](operations.md#backup).
 
 ## Files of before
 

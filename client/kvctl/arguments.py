@@ -16,7 +16,7 @@ from kvctl.state import add_state_options, check_state
 from kvctl.warm import WARM_EXAMPLES, add_warm_options, check_warm
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
-from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
+from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds, whole_number
 from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
@@ -47,6 +47,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl blocks --tier host --class cold --sort idle",
             "kvctl blocks --by model                         # how much each model holds",
             "kvctl blocks --by prefix --prefix-blocks 8      # ... each beginning of 8 blocks",
+            "kvctl blocks --by tree --tenant uid-1000        # ... each beginning up to where chains part",
         ],
     ),
     "drop": (
@@ -110,7 +111,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "watch the daemon live: occupancy, hits, lanes, latency",
         ["kvctl top                # q quits", "kvctl top --once", "kvctl --json top --once | jq .history.misses"],
     ),
-    "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
+    "report": (
+        "write one HTML page with plots of the last minutes and hours, or serve one that keeps itself up to date",
+        [
+            "kvctl report -o kvstored.html",
+            "kvctl report --serve               # prints an address for this user's browser; Ctrl-C ends it",
+            "kvctl report --serve --port 8081   # from elsewhere: ssh -L 8081:127.0.0.1:8081 NODE",
+        ],
+    ),
     "doctor": (
         "check sockets, limits, memory, disk and versions, and say how to repair what is wrong",
         [
@@ -193,13 +201,7 @@ def build_parser() -> Parser:
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
-    made["report"].add_argument(
-        "-o",
-        "--output",
-        default="kvstored-report.html",
-        metavar="FILE",
-        help="where to; - is standard output (default: %(default)s)",
-    )
+    _report_options(made["report"])
     made["ping"].add_argument(
         "--count", type=positive_count, default=10, metavar="N", help="messages (default: %(default)s)"
     )
@@ -314,6 +316,23 @@ def _top_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    where = "where to; - is standard output (default: kvstored-report.html)"
+    parser.add_argument("-o", "--output", metavar="FILE", help=where)
+    parser.add_argument("--serve", action="store_true", help="serve a live page on 127.0.0.1 until interrupted")
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), metavar="N", help="with --serve: the port (default: any free one)"
+    )
+
+
+def _check_report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.serve and (arguments.output or arguments.json):
+        parser.error("report: --serve writes no file and no JSON: leave -o and --json out")
+    if arguments.port is not None and not arguments.serve:
+        parser.error("report: --port belongs to --serve")
+    arguments.output, arguments.port = arguments.output or "kvstored-report.html", arguments.port or 0
+
+
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the daemon's configuration, for when it does not answer")
     parser.add_argument("--state-dir", metavar="DIR", help="its state directory, for when it does not answer")
@@ -354,6 +373,6 @@ def _epilog() -> str:
 
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
-    "state": check_state, "tenants": _check_tenants, **dict.fromkeys(KEEP_EXAMPLES, check_keep),
-    "warm": check_warm,
+    "report": _check_report, "state": check_state, "tenants": _check_tenants,
+    **dict.fromkeys(KEEP_EXAMPLES, check_keep), "warm": check_warm,
 }  # fmt: skip

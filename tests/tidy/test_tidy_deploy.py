@@ -1,17 +1,20 @@
-"""The files for systemd are ones that systemd understands, and fit the daemon."""
+"""The files for systemd, Prometheus and Grafana are ones that these understand, and fit the daemon."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstored.config import load_config
+from tests.reference.promql import RULE_TESTS, RULES, board, rules
 from tests.tidy.tree import ROOT
 
 _DEPLOY = ROOT / "deploy"
@@ -177,3 +180,56 @@ def test_the_image_holds_every_source_of_the_wheel() -> None:
     needed = [*settings["tool"]["setuptools"]["packages"]["find"]["where"], settings["project"]["readme"]]
     missing = [name for name in needed if not re.search(rf"^COPY .*\b{re.escape(name)}\b", text, re.MULTILINE)]
     assert not missing
+
+
+def test_the_board_is_one_that_grafana_reads() -> None:
+    """The classes of Grafana's library, which are made from the schema of boards, keep all that the file says."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk (dev extra)")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+    written = board()
+    read = json.loads(JSONEncoder().encode(models.Dashboard.from_json(written)))
+    assert _kept(written, read) == []
+
+
+def _kept(written: Any, read: Any, place: str = "") -> list[str]:
+    """Return the places of `written` that are not in `read`."""
+    if isinstance(written, dict):
+        return [lost for name, value in written.items() for lost in _kept(value, read.get(name), f"{place}.{name}")]
+    if isinstance(written, list) and len(written) == len(read):
+        pairs = enumerate(zip(written, read, strict=True))
+        return [lost for at, (value, other) in pairs for lost in _kept(value, other, f"{place}[{at}]")]
+    return [] if written == read else [place]
+
+
+def test_the_first_row_of_the_board_answers_the_first_questions() -> None:
+    panels = board()["panels"]
+    assert [panel["title"] for panel in panels if panel["gridPos"]["y"] == 0] == [
+        "Hit share by tier", "Misses by cause", "Used of limit", "Written a day", "Load time against prefill replaced",
+        "Promotions late",
+    ]  # fmt: skip
+    taken = [
+        (across, down)
+        for grid in (panel["gridPos"] for panel in panels)
+        for across in range(grid["x"], grid["x"] + grid["w"])
+        for down in range(grid["y"], grid["y"] + grid["h"])
+    ]
+    assert len(taken) == len(set(taken)) and max(across for across, _ in taken) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_alerts_are_raised_when_they_should_be() -> None:
+    for command in (["check", "rules", RULES], ["test", "rules", RULE_TESTS]):
+        run = subprocess.run([_tool("promtool"), *command], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_alert_is_tested_and_has_a_runbook() -> None:
+    headings = set(re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE))
+    cases = RULE_TESTS.read_text()
+    for rule in rules():
+        name = rule["alert"]
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+        assert name in headings, "its section says what to do"
+        assert re.search(rf"alertname: {name}\n\s+exp_alerts", cases), f"no test raises {name}"
+    assert {name for name in headings if name.startswith("Kvstored")} == {rule["alert"] for rule in rules()}

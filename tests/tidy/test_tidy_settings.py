@@ -49,6 +49,7 @@ _OTHER_VALUES = (
     "debug",
     "/tmp/elsewhere",
     "localhost:7443",
+    "http://localhost:4318",
     "ipc:///tmp/elsewhere",
     "{tenant}",
     "array",

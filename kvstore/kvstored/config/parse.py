@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.terms import PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S
@@ -33,7 +34,15 @@ from kvstored.config.documents import (
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
 from kvstored.config.recognition import RECOGNITION_KEYS, check_recognition, recognition
-from kvstored.config.schema import Config, ConfiguredSetting, PrefetchSection, TenantSection, TierShare, UnarySection
+from kvstored.config.schema import (
+    Config,
+    ConfiguredSetting,
+    PrefetchSection,
+    TenantSection,
+    TierShare,
+    TracesSection,
+    UnarySection,
+)
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tiers import KINDS, MachineSizes
 from kvstored.config.tiers.remote import MODES
@@ -44,6 +53,7 @@ MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 HORIZON_MAX_S = 86_400
+MAX_WAITING_SPANS = 1_000_000
 DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
@@ -126,6 +136,16 @@ def _check_unary(unary: UnarySection) -> None:
     )
 
 
+def _check_traces(traces: TracesSection) -> None:
+    parts = urlsplit(traces.endpoint)
+    need(
+        not traces.endpoint or (parts.scheme in ("http", "https") and bool(parts.hostname)),
+        f'traces.endpoint {traces.endpoint!r} is no URL of a collector: write "http://127.0.0.1:4318", for instance',
+    )
+    need_within("traces.sample", traces.sample, 0, 1)
+    need_within("traces.queue", traces.queue, 1, MAX_WAITING_SPANS)
+
+
 def _check_prefetch(prefetch: PrefetchSection) -> None:
     one_of("prefetch.predictor", prefetch.predictor, tuple(PREDICTORS))
     need(
@@ -146,6 +166,7 @@ def _check(config: Config) -> None:
     if config.metrics.listen:
         address_of("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
     need(config.metrics.connections > 0, "metrics.connections must be more than 0")
+    _check_traces(config.traces)
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)

@@ -111,6 +111,16 @@ class MetricsSection:
 
 
 @dataclass(frozen=True)
+class TracesSection:
+    """The section `[traces]` of the configuration. `endpoint` is the URL of an OTLP collector, "" for none; `sample`
+    the share of requests without a trace of their own that begin one; `queue` how many spans may wait."""
+
+    endpoint: str
+    sample: float
+    queue: int
+
+
+@dataclass(frozen=True)
 class EventsSection:
     """The section `[events]` of the configuration. `listen` and `replay` are ZMQ addresses, "" for none. `tenant` is
     the one tenant whose blocks are published, "" for all.
@@ -236,6 +246,7 @@ class Config:
     index: IndexSection
     unary: UnarySection
     metrics: MetricsSection
+    traces: TracesSection
     events: EventsSection
     cluster: ClusterSection
     tenant_default: str

@@ -145,6 +145,8 @@ def test_requests_carry_what_was_asked(admin: FakeAdmin) -> None:
         (["blocks", "--by", "model", "--sort", "size"], "leave --sort"),
         (["blocks", "--by", "model", "--prefix-blocks", "2"], "add --by prefix"),
         (["blocks", "--sort", "idle", "--limit", "1001"], "at most 1000"),
+        (["report", "--port", "80"], "--port belongs to --serve"),
+        (["report", "--serve", "-o", "x"], "writes no file"),
         (["status", "--timeout", "-1"], "seconds"),
         (["tenants", "rename", "alice"], "two names"),
         (["tenants", "alice"], "invalid choice: 'alice'"),

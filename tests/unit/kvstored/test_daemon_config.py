@@ -54,6 +54,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
         "index",
         "unary",
         "metrics",
+        "traces",
         "cluster",
         "events",
         "tenants",
