@@ -51,6 +51,16 @@ struct Top {
   }
 };
 
+// Sixteen numbers, of which `count` are there; the first one in the place of the others.
+template <int kType>
+struct Some {
+  uint8_t room[64];
+  inline Some(const uint8_t* from, int count) {
+    constexpr int kBytes = Number<kType>::kBytes;
+    for (int lane = 0; lane < kLanes; lane++) memcpy(room + lane * kBytes, from + (lane < count ? lane : 0) * kBytes, kBytes);
+  }
+};
+
 // The range of numbers. With 8 bits their sizes alone count.
 template <int kType, int kBits>
 struct Range {
@@ -62,12 +72,6 @@ struct Range {
       const Floats x = Number<kType>::load(from);
       low = least(x, low), high = most(x, high);
     }
-  }
-  inline void add_some(const uint8_t* from, int count) {  // the first number again in the place of those that are missing
-    constexpr int kBytes = Number<kType>::kBytes;
-    uint8_t room[64];
-    for (int lane = 0; lane < kLanes; lane++) memcpy(room + lane * kBytes, from + (lane < count ? lane : 0) * kBytes, kBytes);
-    add(room);
   }
 };
 
@@ -81,7 +85,7 @@ void find_ranges(bool by_channel, int64_t tokens, int64_t channels, int64_t size
     Range<kType, kBits> range;
     for (int64_t token = 0; token < tokens; token++) {
       const uint8_t* at = from + token * row_bytes + first * kBytes;
-      count == kLanes ? range.add(at) : range.add_some(at, count);
+      count == kLanes ? range.add(at) : range.add(Some<kType>(at, count).room);
     }
     const Floats top = range.top.floats();
     memcpy(room.top + first, &top, 64), memcpy(room.low + first, &range.low, 64), memcpy(room.high + first, &range.high, 64);
@@ -93,7 +97,7 @@ void find_ranges(bool by_channel, int64_t tokens, int64_t channels, int64_t size
       Range<kType, kBits> range;
       for (int64_t channel = first; channel < last; channel += kLanes) {
         const uint8_t* at = from + token * row_bytes + channel * kBytes;
-        last - channel >= kLanes ? range.add(at) : range.add_some(at, (int)(last - channel));
+        last - channel >= kLanes ? range.add(at) : range.add(Some<kType>(at, (int)(last - channel)).room);
       }
       room.top[place] = range.top.of_all();
       float low = range.low[0], high = range.high[0];
@@ -103,6 +107,7 @@ void find_ranges(bool by_channel, int64_t tokens, int64_t channels, int64_t size
       room.low[place] = low, room.high[place] = high;
     }
   }
+  if (!by_channel) memset(room.top + place, 0, 64);
 }
 
 inline bool any(Ints lanes) {
@@ -120,7 +125,6 @@ template <int kType, int kBits>
 float find_scales(int64_t count, const Room& room, uint8_t* scales, uint8_t* lows, bool& is_sound) {
   constexpr int kBytes = Number<kType>::kBytes;
   Floats largest = splat(0);
-  memset(room.top + count, 0, 64);
   for (int64_t at = 0; at < count; at += kLanes) {
     const int64_t used = count - at < kLanes ? count - at : kLanes;
     Floats low, high, top;
@@ -197,7 +201,7 @@ void quantise_channels(int64_t tokens, int64_t channels, int64_t size, int64_t f
       const int64_t channel = first + chunk * kLanes;
       if (!kByChannel) by[chunk] = Scale::one(room, token * columns + (kBits == 8 ? 0 : channel / size));
       const uint8_t* at = from + channel * kBytes;
-      const Floats x = kChunks > 1 ? Number<kType>::load(at) : load_some<kType>(at, count);
+      const Floats x = kChunks > 1 ? Number<kType>::load(at) : Number<kType>::load(Some<kType>(at, count).room);
       const Octets octets = quantise<kType, kBits, kNear>(x, by[chunk], squares[chunk], errors[chunk], lost);
       if (kChunks > 1) {
         memcpy(into + channel, &octets, kLanes);
