@@ -2,9 +2,9 @@
 their channel, and the bits below as they are.
 
 Channels differ in size, while the numbers of one channel keep to a few octaves. So the code of a number is relative to
-the levels of its channel and of its token in this layer, and channels that spread alike share one of 12 pairs of tables, for either
-sign of the same channel and the token before. Levels, groups and tables
-are in the frame, so no profile of the model is needed, which could be lost. Before the layers come the tables of each
+the levels of its channel and of its token in this layer, and channels that spread alike share one of 12 pairs of
+tables, for either sign of the same channel and the token before. Levels, groups and tables are in the frame, so no
+profile of the model is needed, which could be lost. Before the layers come the tables of each
 tensor. A coded layer is its tensors one after the other:
 
     offset  size  field
@@ -18,7 +18,8 @@ tensor. A coded layer is its tensors one after the other:
     ..      6     place and bits of an exception, for each
 
 The groups of all channels are decoded first, then the differences of their levels, then the levels of the tokens, then
-the numbers token by token. Two layers are decoded side by side, since each step waits for the one before. The work is in `csrc/`; there is no other code for it, so a daemon without a compiler misses such blocks.
+the numbers token by token. Two layers are decoded side by side, since each step waits for the one before. The work is
+in `csrc/`; there is no other code for it, so a daemon without a compiler misses such blocks.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ EXTRA = "codecs"
 _FORMS: Final = {OPENZL: OPENZL << 16 | OPENZL_FORMAT, BLOSC2: BLOSC2 << 16 | 1}
 _TYPES: Final = (NUMBER_TYPES["f16"], NUMBER_TYPES["bf16"])
 _AS_IT_IS: Final = 1 << 31
+_MISSING: Final = (f"{ImportError.__name__}:", f"{ModuleNotFoundError.__name__}:")
 BATCH_BYTES = 4 << 20  # of layers that are sent to the worker at once
 ANSWER_S = 60.0  # a worker that takes longer hangs
 
@@ -147,7 +148,7 @@ class Worker:
                 wrong = answer[1:].decode(errors="replace")
                 if answer[:1] == REFUSED:
                     raise Undecodable(wrong)
-                raise NotReadable(wrong) if wrong.startswith(ImportError.__name__) else RuntimeError(wrong)
+                raise NotReadable(wrong) if wrong.startswith(_MISSING) else RuntimeError(wrong)
         raise RuntimeError("its process died over it")
 
     def close(self) -> None:
