@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Final
@@ -193,8 +194,23 @@ def _batches(shape: PayloadShape, numbers: range) -> Iterator[range]:
         yield range(begin, min(begin + step, numbers.stop))
 
 
+@lru_cache(maxsize=256)
+def _is_plain(shape: PayloadShape) -> bool:
+    """Return whether the tensors of a layer lie one behind the other, each without gaps."""
+    end = 0
+    for each in shape.tensors:
+        row_bytes = each.heads * each.width * each.type.nbytes
+        if each.offset != end or each.token_stride != row_bytes or each.head_stride * each.heads != row_bytes:
+            return False
+        end += each.nbytes
+    return True
+
+
 def _gather(shape: PayloadShape, layers: Bytes, source: Bytes) -> None:
     """Write the tensors of `layers`, layer by layer, each without gaps."""
+    if _is_plain(shape):
+        source[: layers.nbytes] = layers.reshape(-1)
+        return
     into, at = source[: layers.nbytes].reshape(len(layers), shape.layer_bytes), 0
     for tensor in shape.tensors:
         numbers = tensor.of(layers)
@@ -239,6 +255,9 @@ def _pieces(layer: Bytes, sizes: list[int]) -> Iterator[tuple[bool, Bytes]]:
 
 def _scatter(shape: PayloadShape, pieces: list[tuple[bool, Bytes]], target: Bytes, layers: Bytes) -> None:
     """Fill `layers` with the pieces. `target` has the pieces that the library made."""
+    if _is_plain(shape) and all(is_coded for is_coded, _ in pieces):
+        layers.reshape(-1)[:] = target[: layers.nbytes]
+        return
     at = 0
     for number, (is_coded, piece) in enumerate(pieces):
         layer, place = divmod(number, len(shape.tensors))
