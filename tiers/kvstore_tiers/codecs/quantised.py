@@ -6,8 +6,9 @@ factor of 3 to 33, while V's do not. V has a scale for each token (`int8`), or f
 
 A coded layer is its tensors one after the other: the scales, the smallest numbers (`int4`), then the numbers token by
 token, two to a byte for `int4`, the first of them in the low half. Scales have the type of the numbers, rounded
-up, so that no number is clipped. A layer with a number that is not finite, or over 1e18, or with tiny ones alone, is
-stored as it is. The compiled code and NumPy's give the same bytes.
+up, so that no number is clipped. A layer with a number that is not finite, or over 1e18, or with tiny ones alone,
+and a layer that loses a larger part of its RMS than the codec may, are stored as they are. The compiled code and
+NumPy's give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TYPES: Final = {NUMBER_TYPES["f16"]: 1, NUMBER_TYPES["bf16"]: 2, NUMBER_TYPES["f
 
 
 class QuantisedCodec(LayeredCodec):
-    """A codec that keeps each number as `bits` bits, 8 or 4. Coded layers of one shape have one length. A block whose
+    """A codec that keeps each number as `bits` bits, 8 or 4. Coded layers of one shape have one length. A layer whose
     error has a relative RMS above `most_error` is stored exact.
     """
 
@@ -48,11 +49,12 @@ class QuantisedCodec(LayeredCodec):
         sums, as_they_are = np.zeros(3), np.zeros(shape.layers, np.uint8)  # squares, those of errors, largest error
         copied: int
         if native is None:
-            copied = quantise(self.bits, shape, layers, plan.coded_bytes, room, as_they_are, sums)
+            copied = quantise(self.bits, shape, layers, plan.coded_bytes, room, self.most_error, as_they_are, sums)
         else:
             copied = native.kv_quantise(
                 self.bits, plan.address, len(shape.tensors), address_of(layers), shape.layers, shape.layer_bytes,
-                plan.coded_bytes, address_of(room), room.nbytes, address_of(as_they_are), address_of(sums),
+                plan.coded_bytes, address_of(room), room.nbytes, self.most_error, address_of(as_they_are),
+                address_of(sums),
             )  # fmt: skip
         if copied < 0:
             return None

@@ -18,12 +18,12 @@ _MOST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.402
 
 
 def quantise(
-    bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, as_they_are: Bytes,
-    sums: npt.NDArray[np.float64],
+    bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, most_lost: float,
+    as_they_are: Bytes, sums: npt.NDArray[np.float64],
 ) -> int:  # fmt: skip
-    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each; a layer that has no form as
-    it is. Fill `as_they_are` by layer, and `sums`: of the squares, of those of the errors, and the largest error.
-    Return how many layers are as they are, -1 when they do not fit."""
+    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each; a layer that has no form, or
+    loses a larger part of its RMS than `most_lost`, as it is. Fill `as_they_are` by layer, and `sums`: of the squares,
+    of those of the errors, and the largest error. Return how many layers are as they are, -1 when they do not fit."""
     coded = np.empty((shape.layers, coded_bytes), np.uint8)
     amplitude, is_sound = np.zeros(shape.layers, np.float32), np.ones(shape.layers, bool)
     squares, errors = np.zeros((2, shape.layers, sum(each.heads * each.width for each in shape.tensors)), np.float32)
@@ -43,16 +43,18 @@ def quantise(
                 coded[:, at : at + flat.shape[1]] = flat
                 at += flat.shape[1]
             channel += channels
-    as_they_are[:] = ~is_sound | ((amplitude > 0) & (amplitude < TINY))
+    whole, lost = (np.array([_sum_of(layer) for layer in each]) for each in (squares, errors))
+    is_bad = lost > most_lost * most_lost * whole
+    as_they_are[:] = ~is_sound | is_bad | ((amplitude > 0) & (amplitude < TINY))
     written = 0
     for number, is_as_it_is in enumerate(as_they_are.tolist()):
-        whole = layers[number] if is_as_it_is else coded[number]
-        if room.nbytes - written < max(whole.nbytes, coded_bytes):
+        stored = layers[number] if is_as_it_is else coded[number]
+        if room.nbytes - written < max(stored.nbytes, coded_bytes):
             return -1
-        room[written : written + whole.nbytes] = whole
-        written += whole.nbytes
+        room[written : written + stored.nbytes] = stored
+        written += stored.nbytes
         if not is_as_it_is:
-            sums[:] = sums[0] + _sum_of(squares[number]), sums[1] + _sum_of(errors[number]), max(sums[2], worst[number])
+            sums[:] = sums[0] + whole[number], sums[1] + lost[number], max(sums[2], worst[number])
     return int(as_they_are.sum())
 
 

@@ -304,11 +304,11 @@ double sum_of(const float* numbers, int64_t count) {
 }  // namespace
 
 // Encode `layers` layers to `out`, which has `room_bytes` bytes. A layer takes `coded_bytes` bytes, or is copied as it is
-// where numbers are not finite, huge, or all tiny. `sums` are of the squares, of those of the errors, and the largest
+// where numbers are not finite, huge, or all tiny, or lose a larger part of their RMS than `most_lost`. `sums` are of the squares, of those of the errors, and the largest
 // error. Returns how many layers are copied, or -1 when they do not fit or there is no memory.
 extern "C" int64_t kv_quantise(int64_t bits, const Tensor* tensors, int64_t count, const uint8_t* payload, int64_t layers,
-                               int64_t layer_bytes, int64_t coded_bytes, uint8_t* out, int64_t room_bytes, uint8_t* as_it_is,
-                               double* sums) {
+                               int64_t layer_bytes, int64_t coded_bytes, uint8_t* out, int64_t room_bytes, double most_lost,
+                               uint8_t* as_it_is, double* sums) {
   int64_t written = 0, copied = 0, channels = 0;
   const int64_t widest = widest_of(tensors, count), scales = widest + 96;  // of a group
   for (int64_t at = 0; at < count; at++) channels += tensors[at].heads * tensors[at].width;
@@ -332,9 +332,11 @@ extern "C" int64_t kv_quantise(int64_t bits, const Tensor* tensors, int64_t coun
       layer.coded += Places((int)bits, t, t.type == kF32 ? 4 : 2).nbytes((int)bits, t.tokens);
       layer.squares += t.heads * t.width, layer.errors += t.heads * t.width;
     }
-    as_it_is[number] = !layer.is_sound || (layer.amplitude > 0 && layer.amplitude < kTiny);
+    const double whole_sum = sum_of(squares, channels), lost_sum = sum_of(squares + channels, channels);
+    const bool is_bad = lost_sum > most_lost * most_lost * whole_sum;
+    as_it_is[number] = !layer.is_sound || is_bad || (layer.amplitude > 0 && layer.amplitude < kTiny);
     if (!as_it_is[number]) {
-      sums[0] += sum_of(squares, channels), sums[1] += sum_of(squares + channels, channels);
+      sums[0] += whole_sum, sums[1] += lost_sum;
       sums[2] = layer.worst > sums[2] ? layer.worst : sums[2];
       written += coded_bytes;
     } else if (room_bytes - written < layer_bytes) {
