@@ -124,7 +124,7 @@ class LayeredCodec(Codec):
             shape.layer_bytes, *error, coded.common_bytes,
         )  # fmt: skip
         written = head + shape.pack() + struct.pack(f"<{shape.layers}I", *index)
-        target[: len(written)] = written
+        np.frombuffer(target, np.uint8)[: len(written)] = np.frombuffer(written, np.uint8)
         return Encoded(len(written) + coded.common_bytes + sum(coded.lengths), coded.error)
 
     def decode(self, stored: memoryview, payload: memoryview) -> None:

@@ -21,9 +21,10 @@ def quantise(
     bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, most_lost: float,
     as_they_are: Bytes, sums: npt.NDArray[np.float64],
 ) -> int:  # fmt: skip
-    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each; a layer that has no form, or
-    loses a larger part of its RMS than `most_lost`, as it is. Fill `as_they_are` by layer, and `sums`: of the squares,
-    of those of the errors, and the largest error. Return how many layers are as they are, -1 when they do not fit."""
+    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each. A layer that has no form, or
+    loses a larger part of its RMS than `most_lost`, is written as it is. Fill `as_they_are` by layer, and `sums`: the
+    squares, the squared errors, and the largest error. Return how many layers are as they are, -1 when they do not
+    fit."""
     coded = np.empty((shape.layers, coded_bytes), np.uint8)
     amplitude, is_sound = np.zeros(shape.layers, np.float32), np.ones(shape.layers, bool)
     squares, errors = np.zeros((2, shape.layers, sum(each.heads * each.width for each in shape.tensors)), np.float32)
