@@ -152,6 +152,23 @@ class ClusterSection:
 
 
 @dataclass(frozen=True)
+class EncryptionSection:
+    """The section `[encryption]` of the configuration. `key_file` has the master key, under which the tenants' keys
+    are kept, `former_key_file` the one before. `default` says whether blocks at rest are encrypted for a tenant that
+    does not say."""
+
+    key_file: Path | None
+    former_key_file: Path | None
+    default: bool
+
+    def needed_by(self, tenants: tuple[TenantSection, ...]) -> str:
+        """Return the setting that needs a master key, "" if none does."""
+        if self.default:
+            return "encryption.default"
+        return next((f"tenant {tenant.name}: encrypt" for tenant in tenants if tenant.encrypt), "")
+
+
+@dataclass(frozen=True)
 class TenantSection:
     """The settings of one tenant in the configuration. A maximum of 0 means no limit. `remote` says whether its blocks
     are encrypted in remote tiers; "" leaves the decision to the tier's setting."""
@@ -169,6 +186,7 @@ class TenantSection:
     ttl_s: int = 0  # of new blocks, unless their put says otherwise; 0: they do not expire
     priority: int = 0  # likewise
     lossy: bool = False  # whether clients that accept lossy copies may put and get them
+    encrypt: bool | None = None  # its blocks at rest; None: as [encryption] says
 
 
 class ConfiguredSetting(NamedTuple):
@@ -205,6 +223,7 @@ class Config:
     metrics: MetricsSection
     events: EventsSection
     cluster: ClusterSection
+    encryption: EncryptionSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

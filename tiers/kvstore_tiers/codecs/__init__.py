@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is
     from kvstore_tiers.codecs.shapes import PayloadShape
 
 NONE, AUTO = "none", "auto"
+_SEALED = 0x100  # kvstore_proto.arena.SEALED, without numpy
 TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, which proves the seam and saves little
 
 
