@@ -81,6 +81,7 @@ def open_storage(
     tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
     stack.callback(lambda: memory.close(has_served=phase.has_served))
     keys = tenants.data_keys = _open_data_keys(config, tenants, new_secret=new_secret)
+    state.keys = keys
     start = Start(
         early_scan=early_scan, cluster=Cluster(keyring.secret, tenants.remote_mode), encrypts=keys is not None,
         keys=keys or NoDataKeys(are_complete=new_secret),

@@ -104,6 +104,8 @@ class StateSaver:
         self._unsaved.saved(process.path)
         if not process.is_new and dict(read["about"]).get(ENDED) != IN_ORDER:
             self._rewritten = -1  # who was killed may have owed one
+        if process.owes_rewrite:
+            self._rewritten = -1
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
         for _ in store.boundaries.learn():

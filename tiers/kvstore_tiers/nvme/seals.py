@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from kvstore_proto.arena import SEAL_BYTES, SEALED, TOKENS_OFFSET, BlockHeader, Coded
 from kvstore_tiers.recovered import Column
-from kvstore_tiers.segments import Segment, checksum_at, view_at
+from kvstore_tiers.segments import Segment, buffer_at, checksum_at
 
 DATA_KEY_BYTES = 32
 _SEAL = struct.Struct("<8s16s12s16s16s")
@@ -79,8 +79,7 @@ class DataKey:
         tokens = making.update(header.tokens)
         offset = 0
         for segment in segments:
-            place = view_at(target.address + offset, segment.nbytes)
-            making.update_into(view_at(segment.address, segment.nbytes), place)
+            making.update_into(_view(segment.address, segment.nbytes), _view(target.address + offset, segment.nbytes))
             offset += segment.nbytes
         making.finalize()
         form = form._replace(checksum=checksum_at(target.address, header.stored_bytes))
@@ -100,7 +99,7 @@ class DataKey:
         checksum, stored_checksum = _CHECKS.unpack(opening.update(checks))
         tokens = opening.update(sealed.tokens)
         for segment in segments:
-            place = view_at(segment.address, segment.nbytes)
+            place = _view(segment.address, segment.nbytes)
             opening.update_into(place, place)
         try:
             opening.finalize()
@@ -130,3 +129,7 @@ class DataKey:
         given = np.frombuffer(names, "<u8").reshape(-1, 2)
         made = np.frombuffer(making.update(names), "<u8").reshape(-1, 2)
         return np.where((given != 0).any(axis=1, keepdims=True), made, given).tobytes()
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview(buffer_at(address, nbytes)).cast("B")
