@@ -24,12 +24,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
     "tenants": (
-        "who stores what; rename: give what is stored under a name that is out of use to a listed tenant",
+        "who stores what; rename: give what is stored under a name that is out of use to a listed tenant; drop: "
+        "remove all that is stored of a tenant, and its key",
         [
             "kvctl tenants",
             "kvctl --json tenants | jq '.tenants[].fingerprints'",
             "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
             "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
+            "kvctl tenants drop alice --yes          # clients of alice have to connect again",
         ],
     ),
     "blocks": (
@@ -234,8 +236,13 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
 
 
 def _tenants_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=["list", "rename"], default="list", help="default: %(default)s")
-    parser.add_argument("names", nargs="*", default=[], metavar="OLD NEW", help="rename: the former and the new name")
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "rename", "drop"], default="list", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "names", nargs="*", default=[], metavar="NAME", help="rename: the former and the new name; drop: one"
+    )
+    parser.add_argument("--yes", action="store_true", help="drop: I mean it")
     parser.add_argument(
         "--replace", action="store_true", help="rename: drop what NEW has stored of its own; else it is refused"
     )
@@ -244,6 +251,8 @@ def _tenants_options(parser: argparse.ArgumentParser) -> None:
 def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if arguments.action == "rename" and len(arguments.names) != 2:
         parser.error("tenants rename: give two names, the former one and the new one")
+    if arguments.action == "drop" and (len(arguments.names) != 1 or not arguments.yes):
+        parser.error("tenants drop: give one name, and --yes: nothing of that tenant can be read afterwards")
     if arguments.action == "list" and (arguments.names or arguments.replace):
         parser.error("tenants list shows all of them and takes nothing further")
 

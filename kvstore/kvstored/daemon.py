@@ -242,7 +242,7 @@ def make_services(
     explain = Explain(views, misses)
     verbs = Verbs(store, operations, misses, explain.own)
     if config.daemon.record is not None:
-        verbs = recorded(verbs, config.daemon.record, clock, stack)
+        verbs = recorded(verbs, config.daemon.record, clock, stack, hides_keys=tenants.data_keys is not None)
     answering = StreamServices(verbs, limits.inflight_per_client, latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)

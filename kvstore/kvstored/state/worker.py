@@ -37,7 +37,6 @@ try:
         ASIDE,
         NEW,
         Environment,
-        Unusable,
         Writing,
         begin_rewrite,
         finish_rewrite,
@@ -45,6 +44,7 @@ try:
         open_shared,
         reopened,
     )
+    from kvstored.state.pages import Unusable
 except ImportError:
     sys.exit(NO_LMDB)
 

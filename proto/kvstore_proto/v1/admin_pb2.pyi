@@ -1516,6 +1516,65 @@ class RenameTenantReply(google.protobuf.message.Message):
 global___RenameTenantReply = RenameTenantReply
 
 @typing.final
+class DropTenantRequest(google.protobuf.message.Message):
+    """Everything of a tenant: its clients are disconnected, its key at rest is destroyed, its blocks, pins and slots in
+    quarantine are freed, and the small state is written anew. The answer comes when that is done.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___DropTenantRequest = DropTenantRequest
+
+@typing.final
+class DropTenantReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    KEY_DESTROYED_FIELD_NUMBER: builtins.int
+    QUARANTINED_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    READABLE_SLOTS_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    bytes: builtins.int
+    kept_blocks: builtins.int
+    """in use all the while: drop again"""
+    clients: builtins.int
+    key_destroyed: builtins.bool
+    """false: it had none, so its blocks on NVMe were not encrypted"""
+    quarantined: builtins.int
+    slots: builtins.int
+    """on NVMe whose headers were looked at after that"""
+    readable_slots: builtins.int
+    """of them hold a block of the tenant that can be read"""
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        bytes: builtins.int = ...,
+        kept_blocks: builtins.int = ...,
+        clients: builtins.int = ...,
+        key_destroyed: builtins.bool = ...,
+        quarantined: builtins.int = ...,
+        slots: builtins.int = ...,
+        readable_slots: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "kept_blocks", b"kept_blocks", "key_destroyed", b"key_destroyed", "quarantined", b"quarantined", "readable_slots", b"readable_slots", "slots", b"slots"]) -> None: ...
+
+global___DropTenantReply = DropTenantReply
+
+@typing.final
 class StateRequest(google.protobuf.message.Message):
     """The small state of STATE_DIR: its databases, or values of one."""
 

@@ -114,6 +114,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
     ]
 
+    DropTenant: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.DropTenantRequest,
+        kvstore_proto.v1.admin_pb2.DropTenantReply,
+    ]
+
     Predictor: grpc.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.PredictorRequest,
         kvstore_proto.v1.admin_pb2.PredictorReply,
@@ -208,6 +213,11 @@ class AdminAsyncStub:
     RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
+    DropTenant: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.DropTenantRequest,
+        kvstore_proto.v1.admin_pb2.DropTenantReply,
     ]
 
     Predictor: grpc.aio.UnaryUnaryMultiCallable[
@@ -339,6 +349,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
+
+    @abc.abstractmethod
+    def DropTenant(
+        self,
+        request: kvstore_proto.v1.admin_pb2.DropTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.DropTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.DropTenantReply]]: ...
 
     @abc.abstractmethod
     def Predictor(

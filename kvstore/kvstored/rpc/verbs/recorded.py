@@ -23,12 +23,13 @@ from kvstored.telemetry.recorder import Hinted, RecordedRequest, Recorder
 log = logging.getLogger(__name__)
 
 
-def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> Verbs:
+def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack, *, hides_keys: bool) -> Verbs:
     """Return `verbs`, with a recording of all requests to the file `path`, which `stack` closes. If the file cannot be
-    written, return `verbs` without a recording. Raises FileExistsError if the file exists.
+    written, return `verbs` without a recording. With `hides_keys` no key of a block is in the file. Raises
+    FileExistsError if the file exists.
     """
     try:
-        recorder = Recorder(path, clock.monotonic_ns())
+        recorder = Recorder(path, clock.monotonic_ns(), hides_keys=hides_keys)
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
