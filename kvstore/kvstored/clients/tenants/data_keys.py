@@ -27,7 +27,6 @@ from kvstore_tiers.nvme.seals import DATA_KEY_BYTES, DataKey
 from kvstore_tiers.replaced_file import replace_file
 from kvstored.config import ConfigError
 
-failpoints.declare("keys.written", "the file of keys is replaced, the place of the former one is not overwritten")
 KEYS_FILE, STATE_OWNER = "keys", b"state"
 _NONCE_BYTES, _NUMBER_BYTES = 12, 8
 _CHECK = b"kvstore.v1 master key check\0"
