@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 pytest.importorskip("cryptography", reason="needs the extra encryption")
@@ -20,6 +19,7 @@ from kvstore_proto.arena import SEALED
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme.inspect import Inspector
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
+from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, daemon_directory, ended_with, eventually
 
 MODEL = model()
@@ -253,21 +253,32 @@ def test_a_changed_block_is_damage_and_goes_to_quarantine(daemon: RunningDaemon)
     daemon.settings += ("scrub.enabled=false",)
     daemon.start()
     pieces = put(daemon, 1)
-    daemon.stop()
-    (slab,) = [path for path in daemon.nvme_dir.rglob("*.slab")]
-    number, index, header = next(iter(Inspector(daemon.nvme_dir).headers()))
-    report = Inspector(daemon.nvme_dir).slot(number, index)
-    offset = int(str(report.slots[0]["file offset"]))
-    assert report.slots[0]["codec"] == "AES-GCM" and header.key not in pieces
-    with open(slab, "r+b") as file:
-        file.seek(offset + 4096 + 100)
-        changed = np.frombuffer(file.read(1), np.uint8) ^ 1
-        file.seek(-1, os.SEEK_CUR)
-        file.write(changed.tobytes())
-    daemon.start()
-    assert got(daemon, 1) < BLOCKS
+    daemon.drop("host")
+    assert flip_on_disk(daemon, depth=2) == 1
+    assert got(daemon, 1) == 2
     (slot,) = daemon.ask("Quarantine", pb.QuarantineRequest()).slots
     assert "its seal is broken" in slot.reason and slot.tenant == MINE and bytes.fromhex(slot.key) in pieces
+    held = Inspector(daemon.nvme_dir).slot(slot.slab, 0).slots[0]
+    assert held["codec"] == "AES-GCM" and bytes.fromhex(str(held["key"])) not in pieces
     reply = daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
     assert reply.quarantined == 1 and not daemon.ask("Quarantine", pb.QuarantineRequest()).slots
+    daemon.kill9()
+
+
+def test_the_scrubber_finds_changed_blocks_and_records_without_a_key(daemon: RunningDaemon) -> None:
+    daemon.is_spoilt = True
+    daemon.settings += ("scrub.start_s=0", "scrub.interval_s=0.2", "scrub.rate=256MiB")
+    daemon.start()
+    pieces = put(daemon, 1)
+    assert flip_record(daemon, depth=1) == 1
+    assert eventually(lambda: "written again from the slot" in daemon.log)
+    daemon.ask("Flush", pb.FlushRequest())
+    assert daemon.status().counters["corrupt_blocks"] == 0
+    assert flip_on_disk(daemon, depth=2) == 1
+    assert eventually(lambda: daemon.status().counters["corrupt_blocks"] == 1)
+    assert eventually(lambda: daemon.tiers()["nvme"].blocks == BLOCKS), "DRAM has it: it is written again"
+    daemon.ask("Flush", pb.FlushRequest())
+    daemon.kill9()
+    daemon.restart()
+    assert got(daemon, 1) == BLOCKS and not files_with(daemon.state_dir, pieces)
     daemon.kill9()

@@ -28,6 +28,7 @@ from kvstore_tiers.testing.transfers import get, put
 from kvstored.clients.tenants.data_keys import DataKeyFile
 
 PAYLOAD_BYTES = 20_000
+GOLDEN = Path(__file__).parents[2] / "golden" / "sealed-slot.bin"
 CAPACITY_BYTES = 8 << 20
 
 
@@ -233,6 +234,26 @@ def test_a_tier_without_keys_keeps_encrypted_blocks_or_refuses(node: Node) -> No
     assert before == {path: path.read_bytes() for path in before}
     node.tier = node.open()
     assert len(list(node.tier.recover())) == 1
+
+
+def test_a_device_is_lent_no_encrypted_block(node: Node) -> None:
+    slot, _, _ = node.put(1)
+    assert node.tier.info.lends_files, "blocks that are not encrypted may be read by a device"
+    outcome = finish(lambda done: node.tier.lend(slot, lambda image, ended: ended(None), done))  # type: ignore[arg-type]
+    assert outcome.kind is OutcomeKind.FAILED and not outcome.errno and "AES-GCM" in outcome.message
+
+
+def test_the_form_of_a_sealed_slot_stays() -> None:
+    raw = GOLDEN.read_bytes()
+    sealed = read_header(raw[:HEADER_BYTES])
+    assert isinstance(sealed, BlockHeader) and sealed.codec == SEALED
+    buffer = AlignedBuffer(sealed.stored_bytes)
+    put_bytes(buffer.address, raw[HEADER_BYTES : HEADER_BYTES + sealed.stored_bytes])
+    key = DataKey(b"number-1", b"k" * 32)
+    opened = key.open(sealed, name(1), [buffer.segment(buffer.nbytes)])
+    assert isinstance(opened, BlockHeader)
+    assert (opened.key, opened.parent, opened.tokens) == (name(1), name(0), np.arange(64, dtype="<i4").tobytes())
+    assert buffer_at(buffer.address, sealed.stored_bytes).raw == bytes(range(200))
 
 
 HEADERS = st.builds(
