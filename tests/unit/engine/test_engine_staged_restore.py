@@ -172,18 +172,18 @@ def test_payloads_of_another_size_cost_computing_alone(two: Stored) -> None:
 
 
 def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
-    """Computing looks slow to the first stage and loading to the second."""
+    """Computing looks slow to the first stage and loading to the second. The clock stands: no load stalls."""
     costs = [LearnedCosts(), LearnedCosts()]
     assume(costs[0])
     assume(costs[1], [1e-6, 1e-6, 0.0])
     for each in costs:
         each.expect_load("nvme", two.kv(0).block_bytes, 0.1)
-    first, second = two.again(costs=costs, loads_all=False).stages
+    first, second = two.again(costs=costs, loads_all=False, clock=lambda: 0.0).stages
     assert (first.plan, first.loaded, second.plan, second.computed) == ("load", _CHUNKS, "compute", _CHUNKS)
     assert first.forwarded == 0 and second.inputs == _CHUNKS
     two.inputs(1).blocks.clear()
     assume(costs[1], [1e-6, 1e-6, 0.0])
-    _, second = two.again(costs=costs, loads_all=False).stages
+    _, second = two.again(costs=costs, loads_all=False, clock=lambda: 0.0).stages
     assert (second.plan, second.loaded) == ("load", _CHUNKS)  # computing would want the first stage to compute
 
 

@@ -332,3 +332,10 @@ def test_the_numbers_are_those_of_the_wire() -> None:
     assert {cause.name: cause.value for cause in Cause}.items() <= {
         name.removeprefix("MISS_REASON_"): number for name, number in pb.MissReason.items()
     }.items()
+
+
+@pytest.mark.parametrize(
+    ("most", "deadline", "wait"), [(0, 0, 2000), (9000, 0, 9000), (0, 7000, 7000), (9000, 7000, 7000)]
+)
+def test_a_request_waits_for_the_smaller_bound_that_it_gives(most: int, deadline: int, wait: int) -> None:
+    assert GetRequest(b"", most, deadline).wait_ms(2000) == wait

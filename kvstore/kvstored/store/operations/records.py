@@ -145,8 +145,8 @@ class PutAnswer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class GetRequest:
     """A client's request to lease a chain. `keys` are packed, 16 bytes each, in chain order. `max_wait_ms` and
-    `deadline_ms` bound the wait for promotions; 0 leaves the daemon's own bound alone. `context` is the engine's
-    description of its request, for policies.
+    `deadline_ms` bound the wait for promotions; 0 is no bound. `context` is the engine's description of its request,
+    for policies.
     """
 
     keys: bytes
@@ -164,10 +164,10 @@ class GetRequest:
         """The number of requested blocks."""
         return len(self.keys) // KEY_BYTES
 
-    def wait_ms(self, most_ms: int) -> int:
-        """Return for how many milliseconds this request may wait: the smaller of its own two bounds. `most_ms` is the
-        daemon's bound, which replaces a bound that is not given."""
-        return min(self.max_wait_ms or most_ms, self.deadline_ms or most_ms)
+    def wait_ms(self, default_ms: int) -> int:
+        """Return for how many milliseconds this request may wait: the smaller of the bounds that it gives, or
+        `default_ms` if it gives none."""
+        return min(filter(None, (self.max_wait_ms, self.deadline_ms)), default=default_ms)
 
     def device_tiers_of(self, client: Client) -> TierSet:
         """Return the tiers on the device of `client` whose copies a lease may contain; none if `host_only` is set."""
