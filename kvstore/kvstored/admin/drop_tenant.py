@@ -1,6 +1,6 @@
 """Removal of a tenant by an operator: nothing readable of it is left on the medium, and the answer shows that.
 
-The key goes first: from then on nothing that it encrypted can be read, whatever happens to the rest. After a crash in
+The key goes first: from then on nothing that it encrypted can be read. After a crash in
 between the next start withdraws what no key opens. Blocks of before the tenant had a key are freed as any others, and
 their bytes stay until they are overwritten: they are counted.
 """
@@ -62,7 +62,7 @@ class DropTenant:
         return reply
 
     async def _empty(self, number: int, reply: pb.DropTenantReply) -> None:
-        """Remove the blocks, and wait for those that clients still have leased."""
+        """Remove the blocks; while clients still have some of them leased, wait and try again."""
         for _ in range(round(LEASES_S / AGAIN_S)):
             dropped = await self._drop.empty(number)
             reply.blocks += dropped.dropped_blocks

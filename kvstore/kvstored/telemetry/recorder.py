@@ -66,7 +66,7 @@ class RecordedRequest:
 
 class Recorder:
     """A writer of clients' requests to the trace file `path`, which is created at once (mode 0600). Raises OSError if
-    it exists or cannot be created. With `hides_keys` it has hashes of keys, under a key of its own that nobody has.
+    it exists or cannot be created. With `hides_keys` it has hashes of keys, under a key that is in no file.
     """
 
     def __init__(self, path: Path, started_ns: int, *, hides_keys: bool = False) -> None:

@@ -10,10 +10,10 @@ stored bytes keep their length. The module owns the form; docs/format.md describ
     36                16    tag
     52                16    xxh3_64 of the payload and of the stored bytes as they were before, encrypted
 
-One AES-256-GCM message has these two checksums, the token ids and the stored bytes, in this order; the header's first
-256 bytes, without what is known only after encryption, and the block's key are authenticated with it. A salt and a
-nonce, 224 random bits for each write, do not repeat, so the number of writes has no limit. On the medium key, parent
-and extra of a block are encrypted alone, by AES of the tenant's key: equal ones stay equal, so scrubber and checks work
+One AES-256-GCM message has these two checksums, the token ids and the stored bytes, in this order. The header's first
+256 bytes, without what is known only after encryption, are authenticated with it, and so is the block's key. A salt and
+a nonce, 224 random bits for each write, do not repeat, so the number of writes has no limit. On the medium key, parent
+and extra of a block are encrypted alone, by AES of the tenant's key. Equal ones stay equal, so scrubber and checks work
 without a key. Invariant: bytes that do not open are never given to a caller as a block.
 """
 
