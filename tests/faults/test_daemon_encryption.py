@@ -1,4 +1,4 @@
-"""What a daemon with a master key leaves on its disk: nothing that says what was put, and with the key all of it.
+"""A daemon with a master key leaves nothing on its disk that says what was put, and finds all of it with the key.
 
 Each scan reads the raw bytes of every file of the state directory, slabs and free pages of LMDB included.
 """

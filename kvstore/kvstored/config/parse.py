@@ -147,7 +147,7 @@ def _check_encryption(config: Config) -> None:
     )
     need(
         encryption.key_file is None or find_spec("cryptography") is not None,
-        "encryption.key_file needs more packages: pip install 'kvstored[encryption]'",
+        "encryption.key_file needs more packages: pip install '.[encryption]' in the clone",
     )
 
 

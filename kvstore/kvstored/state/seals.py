@@ -23,19 +23,15 @@ class Seals(Protocol):
 
     def name(self, database: str, key: bytes) -> bytes:
         """Return the key under which the entry `key` is in the file."""
-        raise NotImplementedError
 
     def named(self, database: str, name: bytes) -> bytes:
         """Return the key of the entry that is in the file under `name`."""
-        raise NotImplementedError
 
     def sealed(self, database: str, key: bytes, value: bytes) -> bytes:
         """Return the form of `value` in the file."""
-        raise NotImplementedError
 
     def unsealed(self, database: str, key: bytes, stored: bytes) -> bytes | None:
         """Return the value in `stored`; None when it is damaged, or not of this entry."""
-        raise NotImplementedError
 
 
 class Checksums(Seals):

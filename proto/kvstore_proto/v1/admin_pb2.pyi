@@ -1517,9 +1517,7 @@ global___RenameTenantReply = RenameTenantReply
 
 @typing.final
 class DropTenantRequest(google.protobuf.message.Message):
-    """Everything of a tenant: its clients are disconnected, its key at rest is destroyed, its blocks, pins and slots in
-    quarantine are freed, and the small state is written anew. The answer comes when that is done.
-    """
+    """Removes a tenant: its clients, its key at rest, its blocks, pins and quarantined slots, and what small state says."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1542,8 +1540,8 @@ class DropTenantReply(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     KEPT_BLOCKS_FIELD_NUMBER: builtins.int
     CLIENTS_FIELD_NUMBER: builtins.int
-    KEY_DESTROYED_FIELD_NUMBER: builtins.int
     QUARANTINED_FIELD_NUMBER: builtins.int
+    KEY_DESTROYED_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     READABLE_SLOTS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
@@ -1551,13 +1549,12 @@ class DropTenantReply(google.protobuf.message.Message):
     kept_blocks: builtins.int
     """in use all the while: drop again"""
     clients: builtins.int
+    quarantined: builtins.int
     key_destroyed: builtins.bool
     """false: it had none, so its blocks on NVMe were not encrypted"""
-    quarantined: builtins.int
     slots: builtins.int
-    """on NVMe whose headers were looked at after that"""
     readable_slots: builtins.int
-    """of them hold a block of the tenant that can be read"""
+    """looked at on NVMe after that, and still readable"""
     def __init__(
         self,
         *,
@@ -1565,8 +1562,8 @@ class DropTenantReply(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         kept_blocks: builtins.int = ...,
         clients: builtins.int = ...,
-        key_destroyed: builtins.bool = ...,
         quarantined: builtins.int = ...,
+        key_destroyed: builtins.bool = ...,
         slots: builtins.int = ...,
         readable_slots: builtins.int = ...,
     ) -> None: ...

@@ -1,5 +1,5 @@
 """Encrypted blocks on NVMe: what is changed, exchanged or replayed is never served; without its key a block is no
-damage; sizes, forms and moves are those of any block.
+damage; it moves and comes back as any other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The contract of who has the keys of encrypted blocks, and the answer of a node without any.
 
-It needs no package of an extra: `seals.py`, which encrypts, is loaded by those who have keys alone.
+It needs no package of an extra; `seals.py`, which encrypts, is loaded where there are keys.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ class DataKeys(Protocol):
     def of_tenant(self, digest: bytes) -> DataKey | None:
         """Return the key for new blocks of the tenant with this `digest`; None for a tenant whose blocks are not
         encrypted. Raises OSError when a new key cannot be saved."""
-        raise NotImplementedError
 
     def numbered(self, number: bytes) -> DataKey | None:
         """Return the key with this `number`, 8 bytes; None when it is not here."""
-        raise NotImplementedError
 
 
 class NoDataKeys(DataKeys):
