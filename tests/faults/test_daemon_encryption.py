@@ -130,6 +130,19 @@ def test_only_tenants_that_say_so_are_encrypted(daemon: RunningDaemon) -> None:
     daemon.stop()
 
 
+def test_a_reload_encrypts_nothing_that_has_no_key(daemon: RunningDaemon) -> None:
+    config = daemon.directory / "kvstored.toml"
+    config.write_text("[[tenant]]\nname = 'me'\nuids = [0]\n")
+    daemon.config, key_setting = config, daemon.settings[0]
+    daemon.settings = ()
+    daemon.start()
+    key = key_setting.partition("=")[2]
+    config.write_text(f"[encryption]\nkey_file = '{key}'\n[[tenant]]\nname = 'me'\nuids = [0]\nencrypt = true\n")
+    with pytest.raises(grpc.RpcError, match="began without encryption.key_file: restart it"):
+        daemon.ask("Reload", pb.ReloadRequest())
+    daemon.stop()
+
+
 def test_without_the_right_key_the_start_is_refused_and_nothing_is_lost(daemon: RunningDaemon) -> None:
     daemon.start()
     put(daemon, 1)

@@ -55,6 +55,7 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
         "unary",
         "metrics",
         "cluster",
+        "encryption",
         "events",
         "tenants",
     }
@@ -136,6 +137,8 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
             "unmapped users are tenant a",
         ),
         ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
+        ("[[tenant]]\nname = 'a'\nencrypt = true", "tenant a: encrypt = true needs a master key: head -c 32"),
+        ("[encryption]\nformer_key_file = '/a'", "former_key_file does nothing without encryption.key_file"),
         ("[[tenant]]\nname = 'a'\nput_in_place = 1", "put_in_place must be true or false"),
         ("[put]\nin_place = 'yes'", "put.in_place must be bool"),
         ("[host]\nsealed = true\n[put]\nin_place = true", "put.in_place: no client can write to sealed arenas"),
