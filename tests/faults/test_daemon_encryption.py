@@ -138,7 +138,7 @@ def test_a_reload_encrypts_nothing_that_has_no_key(daemon: RunningDaemon) -> Non
     daemon.start()
     key = key_setting.partition("=")[2]
     config.write_text(f"[encryption]\nkey_file = '{key}'\n[[tenant]]\nname = 'me'\nuids = [0]\nencrypt = true\n")
-    with pytest.raises(grpc.RpcError, match="began without encryption.key_file: restart it"):
+    with pytest.raises(grpc.RpcError, match=r"began without encryption\.key_file: restart it"):
         daemon.ask("Reload", pb.ReloadRequest())
     daemon.stop()
 
