@@ -109,10 +109,10 @@ def wait_mapped(timeout_s: float = 180.0) -> None:
 
 
 @contextmanager
-def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[BenchDaemon]:
+def bench_daemon(*settings: str, state_dir: Path | None = None, config: str = "") -> Iterator[BenchDaemon]:
     """A daemon with `--set` arguments, stopped at the end. Its log is shown when it does not start.
 
-    With `state_dir` it finds, and leaves, what is there; else it starts empty.
+    With `state_dir` it finds, and leaves, what is there; else it starts empty. `config` is the text of its file.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
         directory = Path(name)
@@ -120,6 +120,9 @@ def bench_daemon(*settings: str, state_dir: Path | None = None) -> Iterator[Benc
             environment = {**os.environ, **_byte_code(), "NOTIFY_SOCKET": str(directory / "notify")}
             started = time.perf_counter()
             command = _command(directory, state_dir or directory / "state", settings)
+            if config:
+                (directory / "kvstored.toml").write_text(config)
+                command += ["--config", str(directory / "kvstored.toml")]
             child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             try:
                 _wait_ready(child, listener, directory / "log")

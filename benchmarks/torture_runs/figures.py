@@ -29,7 +29,8 @@ MUST_BE_ZERO = (
     "served_wrong", "served_other_tenants", "corruption_store_failures", "durable_lost", "resurrected",
     "wrong_bytes_after_kill", "over_capacity_bytes", "over_host_capacity_bytes", "restart_failures",
     "daemon_tracebacks", "visibility_misses", "visibility_wrong", "visibility_probes_absent", "dram_wrong",
-    "power_loss_wrong", "power_loss_lost",
+    "power_loss_wrong", "power_loss_lost", "hostile_successes", "hostile_crashes", "over_hostile_memory_bytes",
+    "over_hostile_descriptors",
 )  # fmt: skip
 MAXIMA = ("most_", "over_")
 WHY_NULL = "_why_null"

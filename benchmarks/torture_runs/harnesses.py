@@ -71,6 +71,10 @@ HARNESSES = (
         "visibility", "visibility", "put, then a lookup by another client at once",
         0.12, "visibility_checks", ("visibility_checks", "visibility_misses"),
     ),
+    Harness(
+        "hostile", "hostile", "a tenant that tries for another's blocks; made-up and spoilt messages on every socket",
+        0.10, "hostile_inputs", ("hostile_inputs", "hostile_successes", "hostile_crashes"),
+    ),
 )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ def flush(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     if reply.pending_blocks:
         left = human_count(reply.pending_blocks)
         text += f"; {left} are still pending after {arguments.wait:g} s (--wait gives more)"
+    if reply.kept_blocks:
+        text += f"; {human_count(reply.kept_blocks)} stay in memory alone: NVMe is full of what was used as late"
     return Output(text, reply, FAILED if reply.pending_blocks else OK)
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from kvctl.act import ACTIONS, OF_RECORDINGS
 from kvctl.blocks import TIERS, add_block_options, check_block_arguments, positive_count
 from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
+from kvctl.keep import KEEP_EXAMPLES, add_keep_options, check_keep
 from kvctl.output import MEANINGS
 from kvctl.state import EXAMPLES as STATE_EXAMPLES
 from kvctl.state import add_state_options, check_state
@@ -24,11 +25,15 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "status": ("what the daemon is doing", ["kvctl status", "kvctl --json status | jq .rss_bytes"]),
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
     "tenants": (
-        "who stores what; rename: give what is stored under a name that is out of use to a listed tenant; drop: "
+        "who stores what; set: a tenant's share of a tier and terms of its new blocks, for good; reset: as the "
+        "configuration says; rename: give what is stored under a name that is out of use to a listed tenant; drop: "
         "remove all that is stored of a tenant, and its key",
         [
             "kvctl tenants",
             "kvctl --json tenants | jq '.tenants[].fingerprints'",
+            "kvctl tenants set chat --min 4GiB --max 50% --weight 3     # of DRAM; what is above minima goes by weight",
+            "kvctl tenants set chat --tier nvme --max default --ttl 3600",
+            "kvctl tenants reset chat",
             "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
             "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
             "kvctl tenants drop alice --yes          # clients of alice have to connect again",
@@ -91,6 +96,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         ],
     ),
     "state": STATE_EXAMPLES,
+    **KEEP_EXAMPLES,
     "events": (
         "whether KV events are published for routers, and the events as they happen",
         [
@@ -182,6 +188,7 @@ def build_parser() -> Parser:
         "action", nargs="?", choices=ACTIONS, default="status", help="what to do (default: %(default)s)"
     )
     add_state_options(made["state"])
+    add_keep_options(made)
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
@@ -237,12 +244,18 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
 
 def _tenants_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["list", "rename", "drop"], default="list", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "names", nargs="*", default=[], metavar="NAME", help="rename: the former and the new name; drop: one"
-    )
+        "action", nargs="?", choices=["list", "set", "reset", "rename", "drop"], default="list",
+        help="default: %(default)s",
+    )  # fmt: skip
+    names = "set, reset, drop: of whom; rename: OLD NEW"
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=names)
     parser.add_argument("--yes", action="store_true", help="drop: I mean it")
+    parser.add_argument("--tier", default="host", metavar="TIER", help="set: of which tier (default: %(default)s)")
+    parser.add_argument("--min", metavar="SIZE", help="set: bytes, or a share like 10%%, that others cannot take")
+    parser.add_argument("--max", metavar="SIZE", help="set: the most that it may have; 0 is no limit")
+    parser.add_argument("--weight", metavar="N", help="set: its part of what is above the minima; 0 is none")
+    parser.add_argument("--ttl", metavar="S", help="set: seconds that new blocks live; 0 is for ever")
+    parser.add_argument("--priority", metavar="N", help="set: of new blocks, -8 to 7. `default` unsets any of these")
     parser.add_argument(
         "--replace", action="store_true", help="rename: drop what NEW has stored of its own; else it is refused"
     )
@@ -255,6 +268,11 @@ def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         parser.error("tenants drop: give one name, and --yes: nothing of that tenant can be read afterwards")
     if arguments.action == "list" and (arguments.names or arguments.replace):
         parser.error("tenants list shows all of them and takes nothing further")
+    settings = [getattr(arguments, name) for name in ("min", "max", "weight", "ttl", "priority")]
+    if arguments.action in ("set", "reset") and len(arguments.names) != 1:
+        parser.error(f"tenants {arguments.action}: give one name of a tenant")
+    if (arguments.action == "set") != any(value is not None for value in settings):
+        parser.error("tenants: --min, --max, --weight, --ttl and --priority go with set, which takes one or more")
 
 
 def _drop_options(parser: argparse.ArgumentParser) -> None:
@@ -340,5 +358,5 @@ def _epilog() -> str:
 
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
-    "state": check_state, "tenants": _check_tenants,
+    "state": check_state, "tenants": _check_tenants, **dict.fromkeys(KEEP_EXAMPLES, check_keep),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from kvctl.doctor.command import doctor
 from kvctl.events import events
 from kvctl.explain import explain
 from kvctl.get import get, prefetch
+from kvctl.keep import keep, versions
 from kvctl.output import CommandError, Output
 from kvctl.put import delete, put
 from kvctl.report import report
@@ -46,6 +47,7 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "quarantine": quarantine,
     "predictor": predictor,
     "report": report,
+    "versions": versions,
 }
 # Commands that open their own connections: a session, the admin socket, or both.
 _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = {
@@ -59,6 +61,9 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "explain": explain,
     "bench": bench,
     "events": events,
+    "pin": keep,
+    "unpin": keep,
+    "ttl": keep,
     "state": state,
 }
 

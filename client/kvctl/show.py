@@ -1,5 +1,5 @@
 """Commands that look: status, tiers, tenants, config. Each asks once and renders the reply as text. tenants can also
-rename a tenant.
+rename a tenant, and set its share of a tier.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ TIER_HEADINGS = (
 )  # fmt: skip
 _LANES = ("LANE", ">QUEUED", ">IN FLIGHT", ">BLOCKS", ">MOVED", ">NOW", ">REFUSED")
 _HEADINGS = (
-    "TENANT", ">CLIENTS", ">BLOCKS", ">HOST", ">NVME", ">QUOTA", ">LIMBO", ">LOOKUPS", ">BLOCK HITS", ">MODELS",
+    "TENANT", ">CLIENTS", ">BLOCKS", ">HOST", ">NVME", ">LIMBO", ">LOOKUPS", ">BLOCK HITS", ">MODELS", "SHARES",
+    "RECOGNISED BY",
 )  # fmt: skip
 Holder = wire.TenantStatus | wire.AccountStatus
-DEFAULT = "default"
+DEFAULT, UNSET = "default", "default"
 _COLUMNS = ("SETTING", "VALUE", "IN FORCE", "FROM")
 
 
@@ -165,7 +166,7 @@ def budget_line(status: wire.StatusReply) -> str:
 
 
 def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    acts = {"list": _list, "rename": _rename, "drop": _drop}
+    acts = {"list": _list, "rename": _rename, "set": _set, "reset": _set, "drop": _drop}
     return acts[arguments.action](admin, arguments)
 
 
@@ -174,22 +175,32 @@ def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]
     return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
 
 
-def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+def _list(admin: AdminSocket, _: argparse.Namespace) -> Output:
     reply = admin.call("Tenants", wire.TenantsRequest(), wire.TenantsReply)
     rows = []
     for tenant in reply.tenants:
-        quota = human_bytes(tenant.quota_bytes) if tenant.quota_bytes else "none"
-        models = human_count(len(tenant.fingerprints))
-        rows.append(_row(tenant.name, tenant, quota, human_bytes(tenant.limbo_bytes), models))
+        models, limbo = human_count(len(tenant.fingerprints)), human_bytes(tenant.limbo_bytes)
+        shares, callers = ", ".join(map(_share, tenant.shares)), ", ".join(tenant.recognised_by) or "nobody"
+        rows.append(_row(tenant.name, tenant, limbo, models, shares, callers))
         rows += [_row(f"{tenant.name}/{account.name}", account) for account in by_bytes(tenant.accounts)]
     return Output(render_table(_HEADINGS, rows, empty="no tenant has connected yet"), reply)
 
 
-def _row(name: str, holder: Holder, quota: str = "", limbo: str = "", models: str = "") -> list[str]:
+def _share(share: wire.ShareStatus) -> str:
+    words = [share.tier]
+    words += [f"min {human_bytes(share.min_bytes)}"] if share.min_bytes else []
+    words += [f"max {human_bytes(share.max_bytes)}"] if share.max_bytes else []
+    words += [f"weight {share.weight}"] if share.weight else []
+    return " ".join(words)
+
+
+def _row(
+    name: str, holder: Holder, limbo: str = "", models: str = "", shares: str = "", callers: str = ""
+) -> list[str]:
     return [
         name, human_count(holder.clients), human_count(holder.blocks), human_bytes(holder.host_bytes),
-        human_bytes(holder.nvme_bytes), quota, limbo, human_count(holder.lookups),
-        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models,
+        human_bytes(holder.nvme_bytes), limbo, human_count(holder.lookups),
+        human_share(holder.hit_blocks, holder.hit_blocks + holder.missed_blocks), models, shares, callers,
     ]  # fmt: skip
 
 
@@ -219,6 +230,19 @@ def _drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
         lines.append("it had no key: its bytes on NVMe stay in freed slots until they are overwritten")
     lines.append(f"{human_count(reply.slots)} slots on NVMe were looked at: {reply.readable_slots} are readable")
     return Output("\n".join(lines), reply)
+
+
+def _set(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    """Give a tenant of the running daemon settings; they last until they are reset."""
+    values = {f"{arguments.tier}_{what}": getattr(arguments, what) for what in ("min", "max", "weight")}
+    values |= {"ttl_s": arguments.ttl, "priority": arguments.priority}
+    given = {key: str(value) for key, value in values.items() if value is not None}
+    unset = [key for key, value in given.items() if value == UNSET]
+    settings = {key: value for key, value in given.items() if value != UNSET}
+    request = wire.SetTenantRequest(name=arguments.names[0], settings=settings, unset=unset)
+    request.reset = arguments.action == "reset"
+    reply = admin.call("SetTenant", request, wire.SetTenantReply)
+    return Output(f"in force, and after a restart: {reply.tenant}", reply)
 
 
 def config(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

@@ -80,6 +80,7 @@ class AsyncSession:
     touch = _in_thread(Session.touch)
     delete = _in_thread(Session.delete)
     explain = _in_thread(Session.explain)
+    bump_weights = _in_thread(Session.bump_weights)
     ping = _in_thread(Session.ping)
 
     @property

@@ -99,27 +99,30 @@ class PutTerms(TypedDict, total=False):
     `ttl`: seconds until the blocks expire, rounded down to whole ones; 0: never. An expired block is not found any more
     and is removed, pinned or not. `priority`, from -8 to 7: in a full tier blocks of lower priority are evicted first;
     most blocks have 0. `pin`: a name of your choice; the blocks are not evicted until they are touched with `unpin` of
-    the same name.
+    the same name, or all pins of that name end: `pin_ttl` seconds after the last call that gave one, 0: never.
     """
 
     ttl: float | None
     priority: int | None
     pin: str
     unpin: str
+    pin_ttl: float | None
 
 
-def terms(ttl: Any = None, priority: Any = None, pin: Any = "", unpin: Any = "") -> Terms:
-    """Check a caller's terms for blocks, and return them in the form in which they are sent. `ttl` is 0 or 1 and more
-    seconds, `priority` is from -8 to 7, and `pin` and `unpin` are names. Raises KVStoreError(INVALID) for another
-    value.
+def terms(ttl: Any = None, priority: Any = None, pin: Any = "", unpin: Any = "", pin_ttl: Any = None) -> Terms:
+    """Check a caller's terms for blocks, and return them in the form in which they are sent. `ttl` and `pin_ttl` are 0
+    or 1 and more seconds, `priority` is from -8 to 7, and `pin` and `unpin` are names. Raises KVStoreError(INVALID) for
+    another value.
     """
-    if ttl is not None and (not _is_number(ttl) or not (ttl == 0 or 1 <= ttl <= TTL_MAX_S)):
-        raise invalid(f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {shown(ttl)}")
+    for name, given_s in (("ttl", ttl), ("pin_ttl", pin_ttl)):
+        if given_s is not None and (not _is_number(given_s) or not (given_s == 0 or 1 <= given_s <= TTL_MAX_S)):
+            raise invalid(f"{name} must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {shown(given_s)}")
     if priority is not None:
         priority = count("priority", priority, least=PRIORITY_MIN, most=PRIORITY_MAX)
     for name, owner in (("pin", pin), ("unpin", unpin)):
         text(name, owner, OWNER_MAX_CHARS * 4)
-    asked = Terms(None if ttl is None else int(ttl), priority, pin, unpin)
+    whole = [None if given_s is None else int(given_s) for given_s in (ttl, pin_ttl)]
+    asked = Terms(whole[0], priority, pin, unpin, whole[1])
     if mistake := asked.mistake():
         raise invalid(mistake)
     return asked

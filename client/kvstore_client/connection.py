@@ -22,6 +22,7 @@ from kvstore_client.call import CallStream, StreamHealth
 from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError, invalid
 
+ASKED_MAX_S = 10.0  # that a daemon may ask a client to wait
 SessionOpener = Callable[[ClientOptions, float, StreamHealth, DaemonSession | None], DaemonSession]
 """(options, timeout_s, health, former) -> DaemonSession, or raises ConnectError."""
 Wait = Callable[[threading.Event, float], bool]
@@ -57,6 +58,7 @@ class Connection:
         self._closing = threading.Event()
         self._pid = os.getpid()
         self._closed_traffic = (0, 0)
+        self._asked_s = 0.0  # to wait, by the daemon
         self.reconnects = 0
         self.timeouts = 0
         self.last_error = ""
@@ -87,7 +89,7 @@ class Connection:
         try:
             self._open_session()
         except ConnectError as error:
-            self.last_error = str(error)
+            self.last_error, self._asked_s = str(error), error.retry_after_s
             if not error.is_permanent:
                 self._start_retrying()
             raise
@@ -158,13 +160,14 @@ class Connection:
     def _retry(self) -> None:
         """Try until the connection is healthy or closed."""
         while True:
-            delay_s = self._backoff.next_delay_s()
+            delay_s = self._backoff.next_delay_s(self._asked_s)
+            self._asked_s = 0.0
             if self._wait(self._closing, delay_s):
                 return
             try:
                 self._attempt()
             except ConnectError as error:
-                self.last_error = str(error)
+                self.last_error, self._asked_s = str(error), error.retry_after_s
             with self._lock:
                 if self._healthy and self._daemon is not None and not self._daemon.stream.ended:
                     self._retrying = False
@@ -219,8 +222,11 @@ class Backoff:
         self._floor_s = floor_s
         self._ceiling_s = initial_s
 
-    def next_delay_s(self) -> float:
-        delay_s = self._rng.uniform(self._floor_s, self._ceiling_s)
+    def next_delay_s(self, asked_s: float = 0.0) -> float:
+        """Return the next delay, at least the `asked_s` seconds that the daemon asks for, and at most twice as long as
+        that and the ceiling together."""
+        asked_s = min(asked_s, ASKED_MAX_S)
+        delay_s = asked_s + self._rng.uniform(self._floor_s, self._ceiling_s + asked_s)
         self._ceiling_s = min(self._ceiling_s * 2, self._maximum_s)
         return delay_s
 

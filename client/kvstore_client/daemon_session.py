@@ -66,6 +66,7 @@ class ClientOptions:
     deadline_s: float = DEFAULT_DEADLINE_S  # of a call that is given none
     device: DeviceMemory | None = None  # where leases may be read, beside host memory
     exact: bool = True  # lossy copies are neither read nor made of what is put
+    pool: str = ""  # a shared pool whose blocks are meant; "": the caller's own
     prefers_grpc: bool = False  # for the stream, even where the daemon has a direct one
 
     def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
@@ -77,6 +78,7 @@ class ClientOptions:
             staging_bytes=self.staging_bytes,
             device_identity=self.device.identity if self.device is not None else 0,
             accepts_lossy=not self.exact,
+            pool=self.pool,
         )
 
 

@@ -41,6 +41,7 @@ def connect(
     stream: Literal["direct", "grpc"] = "direct",
     device: int | DeviceMemory | None = None,
     exact: bool = True,
+    pool: str = "",
     rng: random.Random | None = None,
 ) -> Session:
     """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
@@ -56,7 +57,8 @@ def connect(
     times as fast. `device` is the CUDA device of the engine, counted as in this process; leases may then name blocks in
     a GPU tier (`Lease.device_address`). KVStoreError is raised if it cannot be used. An engine with several sessions
     passes one DeviceMemory to all. `exact=False` accepts lossy copies where the tenant allows them: leases may have
-    some (`Lease.error_bound`), and some may be made of what this session puts.
+    some (`Lease.error_bound`), and some may be made of what this session puts. `pool` names a shared pool of the
+    daemon's configuration: the session is about its blocks, and only a session of its publisher can change them.
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")
@@ -70,6 +72,7 @@ def connect(
         prefers_grpc=one_of("stream", stream, ("direct", "grpc")) == "grpc",
         device=_device_memory(device),
         exact=truth("exact", exact),
+        pool=text("pool", pool, MAX_NAME_BYTES),
     )
     connection = Connection(options, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
     try:

@@ -24,12 +24,20 @@ class ConnectError(Exception):
     """The error of one attempt to connect to the daemon. It never leaves the package.
 
     `refused_as` is the daemon's reason when it refused the client, or None when no daemon answered. `is_denied` is True
-    if the file system denies access to the socket.
+    if the file system denies access to the socket. `retry_after_s` is how long the daemon asks the client to wait.
     """
 
-    def __init__(self, message: str, refused_as: ErrorKind | None = None, *, is_denied: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        refused_as: ErrorKind | None = None,
+        *,
+        is_denied: bool = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.refused_as = refused_as
+        self.retry_after_s = retry_after_s
         self.is_denied = is_denied
 
     @property

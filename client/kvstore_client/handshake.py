@@ -251,7 +251,11 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
     connection.close()
     if kind == "refused":
         refusal = packet.refused
-        raise ConnectError(f"the daemon refused this client: {refusal.message}", error_kind(refusal.kind))
+        raise ConnectError(
+            f"the daemon refused this client: {refusal.message}",
+            error_kind(refusal.kind),
+            retry_after_s=refusal.retry_after_ms / 1000,
+        )
     raise ConnectError("the daemon answered the handshake with something unknown: is it newer than this client?")
 
 

@@ -8,6 +8,7 @@ Each block ends with one status. Written blocks that a put keeps to send them ag
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -178,7 +179,8 @@ class StagedPut(PutPart):
             answer = call.judge(response)
             if answer == THROTTLED:  # the request as a whole: over a rate
                 self._pending.refused(message.blocks)
-                self._send_again(message, range(len(message.blocks)), THROTTLED_RETRY_S)
+                wait_s = max(THROTTLED_RETRY_S, response.error.retry_after_ms / 1000)
+                self._send_again(message, range(len(message.blocks)), wait_s * random.uniform(0.5, 1.5))
             elif isinstance(answer, str):
                 self._receipt.reason = answer
                 if self._daemon.stream.ended:

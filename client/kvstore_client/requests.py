@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvstore_client import lookup_index
-from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
+from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of, text
 from kvstore_client.daemon_session import DaemonSession, waiting_ms
 from kvstore_client.errors import invalid
 from kvstore_client.prefix import KeyedPrefix
@@ -28,6 +28,7 @@ from kvstore_client.results import (
     tier_name,
 )
 from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import MAX_ACCOUNT_CHARACTERS, MAX_WEIGHTS_VERSION
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.matching import match_of
 from kvstore_proto.terms import NO_TERMS, Terms
@@ -179,6 +180,17 @@ def explain(
         else:
             whole = answer.explain
     return whole
+
+
+def bump_weights(daemon: DaemonSession, weights: str, version: int, deadline_s: float) -> int:
+    """Make `version` the newest of the tenant's weights `weights`, 0: the next, and return the newest; 0 if there is no
+    answer within `deadline_s` seconds. Raises KVStoreError for values out of bounds or an old version.
+    """
+    text("weights", weights, MAX_ACCOUNT_CHARACTERS * 4)
+    version = count("version", version, most=MAX_WEIGHTS_VERSION)
+    request = wire.Request(bump_weights=wire.BumpWeights(weights=weights, version=version))
+    answer = daemon.call(request, deadline_s)
+    return 0 if isinstance(answer, str) else answer.bump_weights.version
 
 
 def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:

@@ -304,9 +304,9 @@ class Session(OpenSession):
         **kept: Unpack[PutTerms],
     ) -> int:  # fmt: skip
         """Count an access to the blocks of a prefix, as if they had been read, and set how long they are kept, by
-        `ttl`, `priority`, `pin` and `unpin` (`PutTerms`). Return the number of leading blocks that are stored;
-        blocks behind them are not changed. Raises KVStoreError for values out of bounds, and for more pinned bytes
-        than the daemon allows.
+        `ttl`, `priority`, `pin`, `pin_ttl` and `unpin` (`PutTerms`). Return the number of leading blocks that are
+        stored; blocks behind them are not changed. Raises KVStoreError for values out of bounds, and for more pinned
+        bytes than the daemon allows.
         """
         asked, prefix = terms(**kept), self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_touch(prefix, asked)
@@ -336,6 +336,15 @@ class Session(OpenSession):
         request, timeout_s = requests.checked(request), self._deadline(deadline_s)
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
+
+    def bump_weights(self, weights: str, version: int = 0, *, deadline_s: float | None = None) -> int:
+        """Make `version` the newest of the weights `weights` of this session's tenant, or the next one for 0, after a
+        trainer changed them. Return the newest version, or 0 if there was no answer within `deadline_s` seconds.
+        Sessions whose fingerprint has an older version end, perhaps this one too, which then gets no answer; their
+        blocks are removed. Raises KVStoreError for a version older than the newest.
+        """
+        timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
+        return 0 if daemon is None else requests.bump_weights(daemon, weights, version, timeout_s)
 
     def _probe(self, prefix: KeyedPrefix | None, *, may_wait: bool) -> Lookup:
         found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else requests.probe(prefix, may_wait=may_wait)

@@ -28,16 +28,20 @@ from kvstored.admin.lifetime import DaemonState, Lifetime, Phase
 from kvstored.admin.live_settings import LiveSettings, LiveTenants
 from kvstored.admin.reload import Reload
 from kvstored.admin.sampler import MetricsSampler
+from kvstored.admin.tenant_settings import ordered_settings
 from kvstored.admin.views import DaemonParts, Views
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.own_sockets import OwnSockets
+from kvstored.clients.pressure import Pressure
 from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
 from kvstored.clients.tenants.tokens import load_tokens
+from kvstored.clients.weights import WeightVersions
 from kvstored.clock import Clock
 from kvstored.config import Config
 from kvstored.events.opening import open_events
@@ -140,11 +144,13 @@ class Daemon:
         )
         self.store = store = self._storage.store
         await self._storage.saver.terms.restore_before_serving()
+        await self._storage.saver.orders.read_before_serving()
         files = SocketFiles(partial(prepare_directory, places.socket_dir, places.socket_group), time.monotonic)
         services = make_services(self._storage, self.memory, phase, files, stack)
         self._handshake = services.handshake
         control = make_control(services, self._storage, self._read, stack)
         self.reload = control.reload
+        self.reload.apply_orders()
         lifetime = Lifetime(
             phase, services.handshake, services.sessions, store, self._on_shutdown, self.memory.after_stop
         )
@@ -223,7 +229,9 @@ def make_services(
     shares = TenantShares(tenants, store.residency, store.policies, store.retention)
     index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
     staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
-    sessions = ClientSessions(store, tenants, shares, staging, former, memory.last_session_id)
+    weights = WeightVersions(storage.saver.orders, tenants, store)
+    storage.saver.orders.on_read.append(weights.begin_anew)
+    sessions = ClientSessions(store, tenants, shares, staging, weights, former, memory.last_session_id)
     parts, latencies = DaemonParts(store, tenants, sessions, storage.unsaved), Latencies()
     sampler = MetricsSampler(parts, latencies)
     sizer = _host_sizer(store, stack)
@@ -240,10 +248,10 @@ def make_services(
     views = Views(parts, phase, maintenance, integrity)
     misses = RecentMisses(limits.misses_per_tenant, clock)
     explain = Explain(views, misses)
-    verbs = Verbs(store, operations, misses, explain.own)
+    verbs = Verbs(store, operations, misses, explain.own, weights.bump)
     if config.daemon.record is not None:
         verbs = recorded(verbs, config.daemon.record, clock, stack, hides_keys=tenants.data_keys is not None)
-    answering = StreamServices(verbs, limits.inflight_per_client, latencies, clock)
+    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)
@@ -251,9 +259,11 @@ def make_services(
     shares.set_all()
     reception = Reception(store, sessions, ArenaGrants(store), indexes, streams, former)
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
+    weights.hang_up = handshake.hang_up
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake, storage.saver,
+        streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,
+        weights,
     )  # fmt: skip
 
 
@@ -282,8 +292,13 @@ def make_control(
     tokens_file = config.unary.tokens_in_use
     tokens = load_tokens(tokens_file, tenants.named, tenants.is_named) if tokens_file is not None else None
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
-    live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, tokens)
-    reload = Reload(config, read, LiveSettings(store, resizes, live_tenants, certificates))
+    live_tenants = LiveTenants(
+        tenants, store.residency, services.shares, services.handshake, services.own_sockets, services.sessions, tokens
+    )
+    orders = storage.saver.orders
+    live = LiveSettings(store, resizes, live_tenants, certificates)
+    reload = Reload(config, read, live, partial(ordered_settings, orders))
+    orders.on_read.append(reload.apply_orders)
     served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
     return Control(
         reload, tokens, certificates, HealthService(services.phase, served, store.modes, store.residency.tiers)
@@ -295,6 +310,7 @@ def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, st
     maintenance, phase = services.maintenance, services.phase
     runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.saver.run}
     runs["terms"] = storage.saver.terms.run
+    runs["weights"] = services.weights.run
     if memory.warm is not None:
         runs["warm restart"] = memory.warm.run
     if storage.store.config.host.prefault:

@@ -23,6 +23,7 @@ from kvstored.admin.drop import OperatorDrop
 from kvstored.admin.drop_tenant import DropTenant
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import history
+from kvstored.admin.keep import Keeping
 from kvstored.admin.lifetime import Lifetime, Phase
 from kvstored.admin.predictor import predictor
 from kvstored.admin.quarantine import Quarantine
@@ -31,13 +32,17 @@ from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampler import MetricsSampler
 from kvstored.admin.settings import settings
 from kvstored.admin.state import state
+from kvstored.admin.tenant_settings import TenantSettings
+from kvstored.admin.versions import Versions
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.own_sockets import OwnSockets
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import Tokens, names_in
+from kvstored.clients.weights import WeightVersions
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
 from kvstored.rpc.admin import Call, serve_admin
@@ -78,7 +83,9 @@ class Services:
     sessions: ClientSessions
     shares: TenantShares
     handshake: HandshakeServer
+    own_sockets: OwnSockets
     state: StateSaver
+    weights: WeightVersions
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ async def listen(
         metrics = serve_metrics(config.metrics, services.views, services.latencies)
         stack.push_async_callback(asyncio.to_thread, metrics.close)
     await files.bind(handshake.path, bind_handshake)
+    services.own_sockets.follow(config.tenants, required=True)
     stack.push_async_callback(services.streams.close)
     stack.callback(handshake.close)
     stack.push_async_callback(files.close)
@@ -168,6 +176,9 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "Shutdown": lifetime.shutdown,
         "Predictor": partial(predictor, store.prefetcher, store.residency),
         "State": partial(state, services.state),
+        "SetTenant": TenantSettings(reload, tenants, services.state.orders).set,
+        "Keep": Keeping(store, blocks).keep,
+        "Versions": partial(_once_named, services.state, Versions(parts, services.weights).versions),
     }
 
 
@@ -189,11 +200,13 @@ async def _listen_to_unary(
     limit = CallLimit(config.calls)
 
     def service(callers: Callers) -> UnaryService:
-        return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
+        pressure = services.answering.pressure
+        return UnaryService(calls, callers, services.sessions, services.phase, limit, pressure, max_keys)
 
     listeners = UnaryListeners(
-        config, service, lambda: tenants.resolve(ourselves()), control.tokens, control.certificates, control.health
-    )
+        config, service, lambda: tenants.resolve(ourselves()), tenants.by_certificate, control.tokens,
+        control.certificates, control.health,
+    )  # fmt: skip
     await serve_grpc(files, path, partial(listeners.bind_local, path), lambda _path: None, stack)
     if config.listen:
         await start_server(listeners.bind_remote(), stack)

@@ -56,6 +56,11 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
+def ticks_now() -> int:
+    """Return the present moment in the clock ticks since boot in which `start_ticks` counts, rounded down."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
 def file_identity(path: str | Path) -> tuple[int, int] | None:
     """Return the device and inode of `path`, which identify the file while it exists, or None if there is none."""
     try:

@@ -49,7 +49,17 @@ class SocketFiles:
         `bind`.
         """
         await bind()
+        self.watch(path, bind)
+
+    def watch(self, path: Path, bind: Bind) -> None:
+        """Call `bind` to bind the socket `path` whenever its file is found missing, also if it is missing now."""
         self._files.append(_File(path, bind, file_identity(path)))
+
+    def remove(self, path: Path) -> None:
+        """Remove the file of the socket `path`, if it is this daemon's, and do not bind it again."""
+        for file in [file for file in self._files if file.path == path]:
+            self._files.remove(file)
+            self._remove(file)
 
     def tick(self) -> None:
         """Check the files, if the last check was some seconds ago. Call it from a timer."""
@@ -66,9 +76,12 @@ class SocketFiles:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)
         for file in self._files:
-            if file.identity is not None and file_identity(file.path) == file.identity:
-                remove_socket(file.path)
+            self._remove(file)
         self._files.clear()
+
+    def _remove(self, file: _File) -> None:
+        if file.identity is not None and file_identity(file.path) == file.identity:
+            remove_socket(file.path)
 
     def _is_missing(self, file: _File) -> bool:
         found = file_identity(file.path)
@@ -80,7 +93,8 @@ class SocketFiles:
         for file in missing:
             try:
                 self._prepare()
-                _require_room(file.path)
+                if file.path.parent.exists():  # else `bind` makes it
+                    _require_room(file.path)
                 await file.bind()
             except (SocketError, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) else error

@@ -13,6 +13,7 @@ import socket
 import stat
 from pathlib import Path
 
+from kvstored.config.recognition import TENANTS
 from kvstored.process import is_unmapped
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def _holds_only_sockets(path: Path) -> bool:
     """Return whether the daemon may close a directory to others: a mistaken `--socket-dir /run` must not change
     /run.
     """
-    return all(entry.is_socket() for entry in path.iterdir())
+    return all(entry.is_socket() or entry.name == TENANTS for entry in path.iterdir())
 
 
 def clear_stale(path: Path) -> None:
@@ -91,8 +92,49 @@ def clear_stale(path: Path) -> None:
     raise SocketError(f"another daemon is serving on {path}; stop it or choose another daemon.socket_dir")
 
 
+def prepare_own_directory(directory: Path) -> None:
+    """Create the directory of one tenant's own sockets. Its parent is closed to others, so only processes that have the
+    directory mounted reach it. Raises SocketError."""
+    try:
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        directory.parent.chmod(0o700)
+        directory.mkdir(mode=0o755, exist_ok=True)
+        directory.chmod(0o755)
+    except OSError as error:
+        raise SocketError(f"cannot make {directory}, for a tenant's own socket: {error.strerror}") from None
+
+
+def listen_to_all(path: Path) -> socket.socket:
+    """Return a listening SOCK_SEQPACKET socket at `path`, to which everybody who reaches the file may connect. Raises
+    SocketError.
+
+    Other users may be able to write in the directory: the mode is set on the file that was opened, never by name."""
+    listener = _bound_seqpacket(path)
+    try:
+        opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if stat.S_ISSOCK(os.fstat(opened).st_mode):
+                os.chmod(f"/proc/self/fd/{opened}", 0o666)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        listener.close()
+        raise SocketError(f"cannot open {path} to its tenant: {error.strerror}") from None
+    return listener
+
+
 def listen_seqpacket(path: Path, group: str) -> socket.socket:
     """Return a listening SOCK_SEQPACKET socket at `path`, to which `group` may connect. Raises SocketError."""
+    listener = _bound_seqpacket(path)
+    open_to_group(path, group)
+    return listener
+
+
+def _bound_seqpacket(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise SocketError(
+            f"{path} is too long for a Unix socket ({MAX_SOCKET_PATH_BYTES} bytes): shorten the tenant's name"
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
@@ -100,7 +142,6 @@ def listen_seqpacket(path: Path, group: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SocketError(f"cannot listen on {path}: {error.strerror or error}") from None
-    open_to_group(path, group)
     return listener
 
 

@@ -21,6 +21,7 @@ MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
 MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
 MAX_ACCOUNT_CHARACTERS = 64
+MAX_WEIGHTS_VERSION = (1 << 53) - 1  # what every JSON parser reads exactly
 _SCALARS: dict[str, type] = {"str": str, "int": int}
 
 
@@ -115,7 +116,8 @@ class Fingerprint:
     """A description of everything, except tokens, that the bytes of stored K/V state depend on. Two engines share
     blocks only if their fingerprints have equal digests. `layout` names the order of bytes in a payload; the default is
     the order of the project's engine. `account` names a user of an engine that serves several users as one tenant.
-    Blocks of two accounts are never shared.
+    Blocks of two accounts are never shared. `weights` names weights that a trainer changes in place, and
+    `weights_version` is the version with which the engine computes; blocks of two versions are never shared.
     """
 
     model_name: str
@@ -132,6 +134,8 @@ class Fingerprint:
     key_hash: str = "xxh3"
     groups: tuple[LayerGroup, ...] = field(default=(LayerGroup(0),))
     account: str = ""
+    weights: str = ""
+    weights_version: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -150,8 +154,9 @@ class Fingerprint:
 
     def _fields(self) -> dict[str, Any]:
         found = asdict(self)
-        if not self.account:  # the field came later: what was stored without it keeps its digest
-            del found["account"]
+        for name in ("account", "weights", "weights_version"):  # what is stored without them keeps its digest
+            if not found[name]:
+                del found[name]
         for group in found["groups"]:
             for name in ("heads", "parts"):
                 if not group[name]:
@@ -192,6 +197,12 @@ def _check(fp: Fingerprint) -> None:
     need(
         not fp.account or is_account(fp.account),
         f"account {fp.account!r} must be at most {MAX_ACCOUNT_CHARACTERS} characters that can be printed",
+    )
+    need(not fp.weights or is_account(fp.weights), f"weights {fp.weights!r} must be up to 64 printable characters")
+    need(
+        bool(fp.weights) == (fp.weights_version > 0) and 0 <= fp.weights_version <= MAX_WEIGHTS_VERSION,
+        f"weights_version is from 1 to {MAX_WEIGHTS_VERSION} where weights has a name, and 0 elsewhere, got "
+        f"{fp.weights_version}",
     )
     need(fp.key_hash in HASHES, f"key_hash {fp.key_hash!r} is unknown; known: {', '.join(HASHES)}")
     need(

@@ -14,13 +14,14 @@ class Terms(NamedTuple):
     """Terms on which blocks are kept, in a put or a touch. A field that is None or "" leaves its term unchanged.
     `ttl_s` is the number of seconds until the blocks expire, 0 for never. Blocks of a lower `priority` are evicted from
     a full tier first. `pin` is the name of an owner for whom the blocks are not evicted, and `unpin` ends the pin of
-    that owner. A block has at most one pin of each owner.
+    that owner. A block has at most one pin of each owner. All pins of `pin` end `pin_ttl_s` seconds from now, 0: never.
     """
 
     ttl_s: int | None = None
     priority: int | None = None
     pin: str = ""
     unpin: str = ""
+    pin_ttl_s: int | None = None
 
     def mistake(self) -> str:
         """Return one line that says which term is out of bounds and what is allowed, or "" when all terms are right."""
@@ -28,6 +29,8 @@ class Terms(NamedTuple):
             return f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {self.ttl_s}"
         if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
             return f"priority must be from {PRIORITY_MIN} to {PRIORITY_MAX}, got {self.priority}"
+        if self.pin_ttl_s is not None and not (self.pin and 0 <= self.pin_ttl_s <= TTL_MAX_S):
+            return f"pin_ttl goes with pin: from 1 to {TTL_MAX_S} seconds, or 0 for no end, got {self.pin_ttl_s}"
         for what, owner in (("pin", self.pin), ("unpin", self.unpin)):
             if len(owner) > OWNER_MAX_CHARS or not owner.isprintable():
                 return f"{what} must name an owner in up to {OWNER_MAX_CHARS} printable characters, got {owner!r:.80}"

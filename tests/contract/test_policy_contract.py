@@ -152,16 +152,13 @@ def test_a_policy_that_comes_later_knows_what_is_there(name: str) -> None:
     assert evict_all(shelf, policy) == [*first[::-1], *second[::-1]]
 
 
-def test_over_maximum_then_priority_then_order(name: str) -> None:
-    shelf = Shelf(tenants=3)
+def test_over_maximum_then_order(name: str) -> None:
+    shelf = Shelf(tenants=2)
     policy = create(name, shelf.residency, HOST)
-    policy.set_share(0, Share(priority=1))
-    policy.set_share(1, Share(priority=0))
-    policy.set_share(2, Share(priority=2, max_bytes=BLOCK_BYTES))
-    high = [shelf.chain(number, tenant=0)[0] for number in (0, 1)]
-    low = [shelf.chain(number, tenant=1)[0] for number in (0, 1)]
-    over = [shelf.chain(number, tenant=2)[0] for number in (0, 1)]
-    assert evict_all(shelf, policy) == [over[0], *low, *high, over[1]]
+    policy.set_share(1, Share(max_bytes=BLOCK_BYTES))
+    within = [shelf.chain(number, tenant=0)[0] for number in (0, 1)]
+    over = [shelf.chain(number, tenant=1)[0] for number in (0, 1)]
+    assert evict_all(shelf, policy) == [over[0], *within, over[1]]
 
 
 def test_a_minimum_protects_from_others_and_not_from_its_owner(name: str) -> None:

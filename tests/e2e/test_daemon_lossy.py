@@ -188,3 +188,19 @@ def test_int8_keeps_half_of_the_bytes_and_says_how_far_its_numbers_are_off(tmp_p
                     lease.payload(block).view(np.float16).astype(np.float64) - numbers.astype(np.float64)
                 ).max()
                 assert 0 < off <= lease.error_bound(block) < 0.1
+
+
+def test_a_reload_that_disallows_lossy_copies_counts_for_open_sessions(
+    daemon: RunningDaemon, tmp_path: Path, capfdbinary: Any
+) -> None:
+    config = tmp_path / "kvstored.toml"
+    with daemon.connect(MODEL, exact=False) as session:
+        _put(session, 1)
+        daemon.drop("host")
+        assert _gets(session, 1, lossy=True)
+        config.write_text(config.read_text().replace("lossy = true", "lossy = false"))
+        Kvctl(daemon, capfdbinary)("reload")
+        assert _is_missed(session, 1)
+        _put(session, 1)
+        daemon.drop("host")
+        assert _gets(session, 1, lossy=False)

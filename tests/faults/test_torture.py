@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ PROMISED = (
 )  # fmt: skip
 KILLS = 200  # each costs a start of the daemon, most of a second on two quiet cores
 KILLS_PATIENCE_S = 1500
+HOSTILE_S = 300
 
 
 @pytest.fixture
@@ -153,3 +155,30 @@ def test_twenty_thousand_visibility_checks(place: Path) -> None:
     result = run(place, *arguments)
     assert result["visibility_checks"] >= 20000 and result["visibility_misses"] == 0
     assert result["visibility_probes"] >= 20000 and result["visibility_probes_absent"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOSTILE_S + 180)
+def test_hostile_clients_have_no_success(place: Path) -> None:
+    result = run(place, "--seed", "8", "--seconds", str(HOSTILE_S), "--only", "hostile", timeout_s=HOSTILE_S + 150)
+    assert result["hostile_inputs"] > 10_000 and len(result["hostile_by_kind"]) >= 8
+    wrong = ("hostile_successes", "hostile_crashes", "over_hostile_memory_bytes", "over_hostile_descriptors")
+    assert {name: result[name] for name in wrong} == dict.fromkeys(wrong, 0), result.get("failures")
+
+
+@pytest.mark.slow
+def test_attackers_who_are_the_victim_are_caught(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness can fail: the daemon takes the attackers for the victim."""
+    monkeypatch.syspath_prepend(str(TORTURE.parent))
+    hostile = importlib.import_module("torture_runs.hostile")
+    figures = importlib.import_module("torture_runs.figures").Figures()
+    with hostile.ListingDaemon(place / "hostile", *hostile.SETTINGS) as daemon:
+        daemon.start()
+        with hostile._stored(daemon) as sessions:
+            scene = hostile.Scene(daemon, sessions, random.Random(1), figures)
+            victims = daemon.own_socket("victim")
+            monkeypatch.setattr(daemon, "own_socket", lambda tenant: victims)
+            for attack in (scene.memory, scene.others_names, scene.pool):
+                before = figures.counts["hostile_successes"]
+                attack()
+                assert figures.counts["hostile_successes"] > before, attack.__name__

@@ -10,9 +10,9 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from tests.reference.kept_terms import Rows, retention_of, terms_in_index
-from tests.reference.state_at_scale import index_of
+from tests.reference.state_at_scale import CHAIN, index_of
 
-BLOCKS, EPOCH_S = 64, 1_700_000_000
+BLOCKS, EPOCH_S, NEVER = 64, 1_700_000_000, 1 << 40
 SOME = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=6, unique=True)
 OWNERS = st.sampled_from(["a", "b", "é c"])
 TERMS = st.builds(
@@ -47,14 +47,27 @@ class Model:
 
     def touch(self, blocks: list[int], terms: Terms) -> None:
         rows = [self.residency.find(0, self.keys[block]) for block in blocks]
-        rows = [row for row in rows if row >= 0]
+        rows = sorted((row for row in rows if row >= 0), key=self.residency.depth)
         self.retention.change(rows, terms)
+        if terms.ttl_s is not None:
+            self.renew({self.residency.key(row) for row in rows}, terms.ttl_s)
         for key in map(self.residency.key, rows):
             expires_s, priority, owners = self.terms.get(key, (0, 0, frozenset()))
-            if terms.ttl_s is not None:
-                expires_s = self.wall_ns // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
             owners = (owners - {terms.unpin}) | {terms.pin} - {""}
             self.terms[key] = expires_s, priority if terms.priority is None else terms.priority, owners
+
+    def renew(self, touched: set[bytes], ttl_s: int) -> None:
+        """From the end of each chain: a touched block lives for `ttl_s`, none shorter than one that continues it."""
+        wanted_s = self.wall_ns // NS_PER_S + ttl_s if ttl_s else NEVER
+        for first in range(0, BLOCKS, CHAIN):
+            needed_s = 0
+            for key in reversed(self.keys[first : first + CHAIN]):
+                if self.residency.find(0, key) < 0:
+                    needed_s = 0  # what is behind it is out of reach
+                    continue
+                before = self.terms.get(key, (0, 0, frozenset()))
+                needed_s = max(needed_s, wanted_s if key in touched else before[0] or NEVER)
+                self.terms[key] = needed_s % NEVER, *before[1:]
 
     def remove(self, blocks: list[int]) -> None:
         for block in blocks:

@@ -20,8 +20,8 @@ def retention_of(residency: Residency, clock: Clock) -> Retention:
     priorities = Priorities(residency)
     for tier in range(len(residency.tiers)):
         priorities.follow(create("lru", residency, tier))
-    limits, dram = SimpleNamespace(pinned_per_tenant_bytes=1 << 40), SimpleNamespace(capacity_bytes=1 << 40)
-    dram.ceiling_bytes = dram.capacity_bytes
+    dram = SimpleNamespace(capacity_bytes=1 << 40, ceiling_bytes=1 << 40)
+    limits = SimpleNamespace(pinned_per_tenant_bytes=1 << 40, pinned_per_owner_bytes=1 << 40)
     ground: Any = SimpleNamespace(
         residency=residency, clock=clock, counters=Counters(), config=SimpleNamespace(limits=limits), tiers=[dram] * 2
     )
@@ -37,7 +37,7 @@ def terms_in_index(retention: Retention, residency: Residency) -> Rows:
     found = {}
     for row in range(residency.rows.capacity):
         if residency.tier_mask(row):
-            owners = frozenset(retention.owners(row))
+            owners = frozenset(retention.pins.names(row))
             assert bool(owners) == bool(residency.pin_count(row)) == bool(residency.pinned_by(row))
             if residency.terms_of(row) != (0, 0, 0):
                 found[residency.key(row)] = residency.expires_s(row), residency.priority(row), owners

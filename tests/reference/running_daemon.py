@@ -193,11 +193,17 @@ class RunningDaemon:
         reply: admin_pb2.DropReply = self.ask("Drop", admin_pb2.DropRequest(tier=tier, discard=discard))
         return reply
 
-    def connect(self, fingerprint: Fingerprint | None = None, **options: Any) -> Session:
-        """A session that insists on an answer and gives its puts time; staging small enough for many of them."""
+    def own_socket(self, tenant: str) -> Path:
+        """The directory with the own socket of `tenant`."""
+        return self.socket_dir / "tenants" / tenant
+
+    def connect(self, fingerprint: Fingerprint | None = None, *, own: str = "", **options: Any) -> Session:
+        """A session that insists on an answer and gives its puts time; staging small enough for many of them. With
+        `own` it is at the own socket of that tenant."""
+        place = self.own_socket(own) if own else self.socket_dir
         settings: dict[str, Any] = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 30.0}
         settings["staging_bytes"] = 2 * MIB
-        session = kvstore_client.connect(self.socket_dir, fingerprint=fingerprint or model(), **(settings | options))
+        session = kvstore_client.connect(place, fingerprint=fingerprint or model(), **(settings | options))
         session.put = partial(session.put, deadline_s=PATIENCE_S)  # type: ignore[method-assign]
         return session
 

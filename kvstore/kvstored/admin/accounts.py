@@ -1,4 +1,4 @@
-"""Blocks and requests of each account of a tenant.
+"""Blocks and requests of each account of a tenant, and who is recognised as that tenant.
 
 An account is the user for whom an engine with several users stores and asks: a name in its fingerprints. Quotas belong
 to the tenant. The module only reads, in slices, so that lookups are answered meanwhile.
@@ -7,12 +7,17 @@ to the tenant. The module only reads, in slices, so that lookups are answered me
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.views import DaemonParts
+from kvstored.clients.tenants.directory import uid_of
+from kvstored.clients.tenants.tokens import names_in
+from kvstored.config import ConfigError, TenantSection
+from kvstored.config.recognition import recognised_by
 from kvstored.store.blocks import Residency
 from kvstored.tier_set import holding
 
@@ -22,7 +27,8 @@ Sums = npt.NDArray[np.float64]
 
 async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.TenantsReply:
     """Add the figures of each account (a user of an engine that serves several users as one tenant) to `reply.tenants`,
-    whose entries are in the order of the block index's tenants. Return `reply`."""
+    whose entries are in the order of the block index's tenants, then who is each tenant, and the listed tenants that
+    have not been seen yet. Return `reply`."""
     residency, flows = parts.store.residency, parts.store.flows
     found: dict[tuple[int, str], pb.AccountStatus] = {}
 
@@ -31,7 +37,7 @@ async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.Tenants
 
     of_kind = _accounts_of_kinds(parts)
     if of_kind:
-        blocks, tier_bytes = await _count_kinds(residency)
+        blocks, tier_bytes = await count_kinds(residency)
         for kind, (tenant, name) in of_kind.items():
             status = account(tenant, name)
             status.blocks += int(blocks[kind])
@@ -48,7 +54,25 @@ async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.Tenants
     for (tenant, _), status in sorted(found.items(), key=lambda item: item[0]):
         if tenant < len(reply.tenants):
             reply.tenants[tenant].accounts.append(status)
+    _add_callers(parts, reply)
     return reply
+
+
+def _add_callers(parts: DaemonParts, reply: pb.TenantsReply) -> None:
+    config, with_tokens = parts.store.config, frozenset[str]()
+    with suppress(ConfigError):
+        with_tokens = names_in(config.unary.tokens_in_use)
+    seen = {tenant.name: tenant for tenant in reply.tenants}
+    for listed in parts.tenants.listed:
+        if listed.name not in seen:
+            seen[listed.name] = reply.tenants.add(name=listed.name)
+    for name, status in seen.items():
+        uid = uid_of(name)
+        section = parts.tenants.section(name) or TenantSection(name, uids=() if uid is None else (uid,))
+        ways = recognised_by(section, config.daemon.socket_dir, has_token=name in with_tokens)
+        status.recognised_by.extend(ways)
+        status.publisher = section.publisher
+        status.readers.extend(section.readers)
 
 
 def _accounts_of_kinds(parts: DaemonParts) -> dict[int, tuple[int, str]]:
@@ -62,7 +86,7 @@ def _accounts_of_kinds(parts: DaemonParts) -> dict[int, tuple[int, str]]:
     return found
 
 
-async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
+async def count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
     """Return the readable blocks of each kind of rows, and the bytes of their slots in each tier."""
     kinds, columns = len(residency.kinds), residency.rows
     blocks, tier_bytes = np.zeros(kinds), [np.zeros(kinds) for _ in residency.tiers]

@@ -39,7 +39,7 @@ class OperatorDrop:
         not exist."""
         residency = self._residency
         if request.pins:
-            return self._unpin(request)
+            return await self._unpin(request)
         tier_names = residency.tiers if request.all else (request.tier,)
         tiers = [tier_named(residency, name) for name in tier_names]
         tenant = self._tenant(request.tenant)
@@ -48,22 +48,26 @@ class OperatorDrop:
             self._forget_gone(range(len(residency.tenants)) if tenant is None else (tenant,))
         keeps = not (request.all or request.discard)
         if keeps and tiers != [residency.durable] and self._store.writeback is not None:
-            saved, _ = await save(residency, self._store.writeback, tiers, SAVE_TIMEOUT_S, tenant)
+            saved, *_ = await save(residency, self._store.writeback, tiers, SAVE_TIMEOUT_S, tenant)
             reply.written_back_blocks = saved
         await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
         return reply
 
-    def _unpin(self, request: pb.DropRequest) -> pb.DropReply:
+    async def _unpin(self, request: pb.DropRequest) -> pb.DropReply:
         tenant = self._tenant(request.tenant)
         if tenant is None:
             raise KVStoreError(ErrorKind.INVALID, "name the tenant whose pins are to end (see: kvctl tenants)")
-        unpinned = self._store.retention.unpin_all(tenant, request.owner)
-        return pb.DropReply(unpinned_blocks=unpinned)
+        reply = pb.DropReply()
+        for blocks in self._store.retention.unpin_all(tenant, request.owner):
+            reply.unpinned_blocks += blocks
+            await asyncio.sleep(0)
+        return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
         """Remove all blocks and all pins of a tenant. `tenant` is its number in the block index."""
         reply = pb.DropReply()
-        self._store.retention.unpin_all(tenant)
+        for _ in self._store.retention.unpin_all(tenant):
+            await asyncio.sleep(0)
         self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
         return reply

@@ -18,7 +18,7 @@ from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.tier_set import holding
 
-PORTION_BLOCKS = 512
+PORTION_BLOCKS = 256
 SLICE_ROWS = 20_000  # looked at between two looks at the loop: about 0.2 ms
 SLICE_TOKENS = 1000  # ... and one by one
 
@@ -51,22 +51,41 @@ def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) ->
 
 async def save(
     residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
-) -> tuple[int, int]:
-    """Write every block in `tiers`, which are tiers in memory, to the durable tier if it has no copy there. Return two
-    numbers of blocks: the durable ones, and the ones that are not durable after `timeout_s` seconds or whose write was
-    refused."""
+) -> tuple[int, int, int]:
+    """Write every block in `tiers`, which are tiers in memory, to the durable tier if it has no copy there, the last
+    used first, as long as nothing that was used as late has to leave that tier for it. Return three numbers of blocks:
+    the durable ones, the ones that are not durable after `timeout_s` seconds or whose write was refused, and the ones
+    that were not written."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     wanted = array("Q")
     for tier in tiers:
         wanted += await _unsafe(residency, writeback, await tokens_in_tier(residency, tier, tenant))
+    wanted, kept = await _last_used_first(residency, wanted), 0
     for start in range(0, len(wanted), PORTION_BLOCKS):
-        for token in wanted[start : start + PORTION_BLOCKS]:
-            row = residency.current(token)
-            if row >= 0 and residency.fastest_in_memory(row) >= 0:
-                writeback.write_through(row)
+        rows = list(map(residency.current, wanted[start : start + PORTION_BLOCKS]))
+        rows = [row for row in rows if row >= 0 and residency.fastest_in_memory(row) >= 0]
+        fitting = writeback.fitting(rows)
+        for row in rows[:fitting]:
+            writeback.write_through(row)
         await writeback.flush(max(0.0, deadline - asyncio.get_running_loop().time()))
-    left = len(await _unsafe(residency, writeback, wanted))
-    return len(wanted) - left, left
+        if fitting < len(rows):
+            kept = len(wanted) - start - fitting
+            break
+    left = len(await _unsafe(residency, writeback, wanted[: len(wanted) - kept]))
+    return len(wanted) - kept - left, left, kept
+
+
+async def _last_used_first(residency: Residency, tokens: array[int]) -> array[int]:
+    """Return `tokens` ordered by the last use of their blocks, parents before the children used with them."""
+    last, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
+    for first in range(0, len(tokens), SLICE_ROWS):
+        names = np.frombuffer(tokens[first : first + SLICE_ROWS], np.uint64)
+        rows = (names & np.uint64((1 << ROW_BITS) - 1)).astype(np.int64)
+        last.append(np.frombuffer(residency.rows.last_access_ns, np.uint64)[rows])
+        depths.append(np.frombuffer(residency.rows.depth, np.uint32)[rows])
+        await asyncio.sleep(0)
+    order = await asyncio.to_thread(lambda: np.lexsort((np.concatenate(depths), ~np.concatenate(last))))
+    return array("Q", np.frombuffer(tokens, np.uint64)[order].tobytes())
 
 
 async def _unsafe(residency: Residency, writeback: WriteBack, tokens: Sequence[int]) -> array[int]:

@@ -51,9 +51,11 @@ class Explain:
     async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Explain blocks and misses of its own tenant to the client of `session`, without saying in which slots the
         copies are. Raises KVStoreError for invalid keys, for a shortened key that fits several, and (FORBIDDEN) for
-        another tenant."""
+        another tenant, or for the misses of a shared pool's readers."""
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
+        if request.recent_misses:
+            session.require_writer()  # a pool's other readers are not this one's business
         if sum(len(key) < KEY_DIGITS for key in request.keys) > 1:  # each is a walk over the whole index
             raise KVStoreError(
                 ErrorKind.INVALID, f"one key may be cut short; of several each needs {KEY_DIGITS} digits"

@@ -74,15 +74,15 @@ class Lifetime:
         self._shutting_down: asyncio.Task[None] | None = None
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        """Write all blocks that are only in DRAM to NVMe. Return how many were written and how many are still
-        pending.
+        """Write the blocks that are only in memory to NVMe, as far as nothing there has to leave that was used as late.
+        Return how many were written, how many are still pending, and how many were kept in memory.
         """
         residency, writeback = self._store.residency, self._store.writeback
         if writeback is None:
             return pb.FlushReply()
         timeout_s = (request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S
-        saved, left = await save(residency, writeback, range(residency.in_memory), timeout_s)
-        return pb.FlushReply(written_blocks=saved, pending_blocks=left)
+        saved, left, kept = await save(residency, writeback, range(residency.in_memory), timeout_s)
+        return pb.FlushReply(written_blocks=saved, pending_blocks=left, kept_blocks=kept)
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
         """Refuse new clients, and wait until the connected ones have left or the timeout in `request` is over. With

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.sessions import ClientSession
+from kvstored.clients.own_sockets import OwnSockets
+from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
@@ -24,7 +25,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.transfer.resize import TierResize
 
 POLICY = frozenset({"policy", "ttl_s", "keep_worth"})  # of each tier
-CERTIFICATE = frozenset({"unary.tls_cert", "unary.tls_key"})
+CERTIFICATE = frozenset({"unary.tls_cert", "unary.tls_key", "unary.tls_client_ca"})
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ class LiveTenants:
         residency: Residency,
         shares: TenantShares,
         handshake: HandshakeServer,
+        own_sockets: OwnSockets,
+        sessions: ClientSessions,
         tokens: Tokens | None,
     ) -> None:
         self._tenants = tenants
         self._residency = residency
         self._shares = shares
-        self._handshake = handshake
+        self._handshake, self._own_sockets, self._sessions = handshake, own_sockets, sessions
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
 
@@ -74,6 +77,8 @@ class LiveTenants:
             tenants.relist(*former)
             raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
+        self._own_sockets.follow(config.tenants)
+        self._sessions.renew_tenants()
         left = self._handshake.hang_up(self._is_another_now)
         if left:
             log.info("%d clients have to connect again: they are of another tenant now", left)
@@ -84,14 +89,20 @@ class LiveTenants:
             self._tokens.replace(self._entries)
 
     def _is_another_now(self, session: ClientSession) -> bool:
-        tenant = self._tenants.resolve(session.peer)
-        return tenant is None or (tenant.name, tenant.digest) != (session.tenant.name, session.tenant.digest)
+        tenant, may_write = self._tenants.resolve(session.peer), True
+        if tenant is not None and session.pool:
+            tenant, may_write = self._tenants.pool(session.pool, tenant) or (None, False)
+        return tenant is None or (tenant.name, tenant.digest, may_write) != (
+            session.tenant.name,
+            session.tenant.digest,
+            session.may_write,
+        )
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:
     """Return whether a token may belong to the tenant `name`, by the rule of `TenantDirectory.named`."""
     is_user = config.tenant_default == "by-uid" and uid_of(name) is not None
-    return is_user or any(section.name == name for section in config.tenants)
+    return is_user or any(section.name == name and not section.is_pool for section in config.tenants)
 
 
 class LiveSettings:
@@ -130,7 +141,7 @@ class LiveSettings:
         self._tenants.renew_tokens()  # their file may have changed although no setting did
         if self._tenants.has_tokens and config.unary.tokens_file is not None:
             applied |= names & {"unary.tokens_file"}
-        if self._certificates is not None and config.unary.tls_cert is not None:
+        if self._certificates is not None and self._certificates.can_renew(config.unary):
             self._certificates.renew()
             applied |= names & CERTIFICATE
         if "daemon.log_level" in applied:

@@ -134,6 +134,7 @@ _TENANT_TOTALS = {
     "lookups": "its lookups",
     "hit_blocks": "blocks handed out to it under leases",
     "missed_blocks": "blocks that it asked for and did not get",
+    "refused_requests": "its requests that were refused because too much was under way",
 }
 
 

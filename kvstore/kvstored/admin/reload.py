@@ -18,7 +18,7 @@ from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
-from kvstored.config import Config, ConfigError, ConfiguredSetting, TenantSection
+from kvstored.config import Config, ConfigError, ConfiguredSetting, TenantSection, with_orders
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
@@ -39,13 +39,20 @@ class Difference:
 
 class Reload:
     """A service that reloads the configuration while the daemon runs. `read()` reads the configuration, and raises
-    ConfigError if the configuration cannot be used. `live` applies the settings that can change."""
+    ConfigError if the configuration cannot be used. `live` applies the settings that can change. `orders()` returns the
+    settings of tenants that operators gave the running daemon, which precede the file's."""
 
-    def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
+    def __init__(
+        self,
+        config: Config,
+        read: Callable[[], Config],
+        live: LiveSettings,
+        orders: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+    ) -> None:
         self.config = config  # what is in force
         self.waiting: tuple[Difference, ...] = ()  # what the file says by now, and waits for a restart
         self._read = read
-        self._live = live
+        self._live, self._orders = live, orders
         self._contents = contents_of(config)
 
     def reload(self) -> pb.ReloadReply:
@@ -65,9 +72,25 @@ class Reload:
         except KVStoreError:
             return  # it is in the log
 
+    def check_orders(self, orders: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that the settings `orders` of tenants can be used. Raises ConfigError."""
+        with_orders(self.config, orders)
+
+    def apply_orders(self) -> None:
+        """Put the settings of tenants in force that operators gave the running daemon. What cannot be used with the
+        present configuration is left out, and logged."""
+        try:
+            config = with_orders(self.config, self._orders())
+            if config.tenants != self.config.tenants:
+                self._live.apply(config, {"[[tenant]]"})
+        except ConfigError as error:
+            log.warning("settings of kvctl tenants set are not in force: %s", error)
+            return
+        self.config = config
+
     def _reload(self) -> pb.ReloadReply:
         try:
-            config = self._read()
+            config = with_orders(self._read(), self._orders())
             self._live.prepare(config)
             contents = contents_of(config)
             changed = {each.name: each for each in changed_files(self._contents, contents)}
@@ -127,27 +150,35 @@ def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -
 
 
 def _shown_tenants(sections: tuple[TenantSection, ...]) -> str:
-    return ", ".join(map(_shown_tenant, sections)) or "none"
+    return ", ".join(map(shown_tenant, sections)) or "none"
 
 
 def _shown_tiers(sections: tuple[TierSection, ...]) -> str:
     return ", ".join(f"{each.name} ({human_bytes(each.capacity_bytes)})" for each in sections)
 
 
-def _shown_tenant(section: TenantSection) -> str:
+def shown_tenant(section: TenantSection) -> str:
     """Return a tenant's name and its settings in the file."""
-    said = {
-        "host_max": human_bytes(section.host_max_bytes) if section.host_max_bytes else "",
-        "host_min": human_bytes(section.host_min_bytes) if section.host_min_bytes else "",
-        "nvme_max": human_bytes(section.nvme_max_bytes) if section.nvme_max_bytes else "",
+    said = {}
+    for tier, share in section.shares:
+        said[f"{tier}_max"] = human_bytes(share.max_bytes) if share.max_bytes else ""
+        said[f"{tier}_min"] = human_bytes(share.min_bytes) if share.min_bytes else ""
+        said[f"{tier}_weight"] = str(share.weight or "")
+    said |= {
         "uids": " ".join(map(str, section.uids)),
         "gids": " ".join(map(str, section.gids)),
+        "cgroups": " ".join(section.cgroups),
+        "socket": "true" if section.socket else "",
+        "certificates": " ".join(section.certificates),
+        "publisher": section.publisher,
+        "readers": " ".join(section.readers),
         "durability": section.durability,
         "ttl_s": str(section.ttl_s or ""),
         "priority": str(section.priority or ""),
         "remote": section.remote,
         "encrypt": "" if section.encrypt is None else str(section.encrypt).lower(),
         "unmapped": "true" if section.unmapped else "",
+        "lossy": "true" if section.lossy else "",
         "put_in_place": "" if section.put_in_place is None else str(section.put_in_place).lower(),
     }
     words = ", ".join(f"{key} {value}" for key, value in said.items() if value)

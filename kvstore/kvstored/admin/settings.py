@@ -19,7 +19,7 @@ def settings(reload: Reload) -> pb.ConfigReply:
     config = reload.config
     waiting = {each.name: each.after for each in reload.waiting}
     reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
-    for each in config.written:
+    for each in {each.name: each for each in config.written}.values():
         reply.settings.add(
             section=each.section, key=each.key, tenant=each.tenant, written=toml_value(each.value),
             in_force=in_force(config, each), origin=each.origin, waiting=waiting.get(each.name, ""),
@@ -32,9 +32,13 @@ def in_force(config: Config, setting: ConfiguredSetting) -> str:
     that was rounded), otherwise "".
     """
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
+    key = setting.key
     if setting.tenant:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)
-    nbytes = getattr(section, f"{setting.key}_bytes", None)
+        tier, _, what = key.rpartition("_")
+        if section is not None and config.tier(tier) is not None:
+            section, key = section.share(tier), what
+    nbytes = getattr(section, f"{key}_bytes", None)
     if nbytes is not None:
         return "" if _bytes_of(setting.value) == nbytes else human_bytes(nbytes)
     value = getattr(section, setting.key, None)

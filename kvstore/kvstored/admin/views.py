@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from kvstored import __version__
 from kvstored.admin.lifetime import Phase
 from kvstored.clients.reception import PROTOCOL_VERSION
 from kvstored.clients.sessions import ClientSessions
-from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants import Tenant, TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
 from kvstored.health.integrity import Integrity, IntegrityReport
@@ -182,7 +182,8 @@ class Views:
                 lookups=flow.lookups,
                 hit_blocks=flow.hit_blocks,
                 missed_blocks=flow.missed_blocks,
-                quota_bytes=tenant.limits.host_max_bytes if tenant is not None else 0,
+                refused_requests=flow.refused_requests,
+                shares=() if tenant is None else self._shares(tenant),
                 limbo_bytes=self._store.leases.limbo_bytes(number),
                 fingerprints=sorted(
                     parts.tenants.fingerprint_label(parts.tenants.fingerprint_digest(fingerprint))
@@ -190,6 +191,10 @@ class Views:
                 ),
             )
         return reply
+
+    def _shares(self, tenant: Tenant) -> Iterator[pb.ShareStatus]:
+        for tier, share in tenant.limits.shares:
+            yield pb.ShareStatus(tier=tier, **vars(share))
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:
         """Fill in the message `block` with the status of the readable block at `row` of the block index."""
@@ -212,7 +217,7 @@ class Views:
         block.durability = "durable" if durable else "volatile"
         block.accesses = residency.accesses(row)
         block.idle_s = (now_ns - residency.last_access_ns(row)) / NS_PER_S
-        block.pinned_by.extend(self._store.retention.owners(row))
+        block.pinned_by.extend(self._store.retention.pins.names(row))
         block.leases = residency.pin_count(row) - bool(block.pinned_by)
         block.children = residency.children(row)
         block.residency = self._store.policies[here[0]].residency_class(row, now_ns).value

@@ -30,11 +30,12 @@ class ArenaGrants:
         if not self._arenas_of(owner):
             self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
-    def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
-        """Enter the numbers of all arenas that `tenant` has now into the message `welcome`."""
+    def announce(self, session: ClientSession, welcome: hs.Welcome) -> None:
+        """Enter the numbers of all arenas that the tenant of `session` has now into the message `welcome`."""
+        tenant = session.tenant
         writable = self._arenas_of(writable_owner(tenant.index_name))
         welcome.arena_ids.extend([*self._arenas_of(tenant.index_name), *writable])
-        welcome.put_in_place = self.puts_in_place(tenant)
+        welcome.put_in_place = session.may_write and self.puts_in_place(tenant)
         if welcome.put_in_place:
             welcome.writable_arena_ids.extend(writable)
 
@@ -54,6 +55,8 @@ class ArenaGrants:
         if self._host.owner(number) not in owners:
             what = "arena" if number < DEVICE_ARENAS else "chunk of device memory"
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no {what} {number}")
+        if request.writable:
+            session.require_writer()
         if request.writable and not self.puts_in_place(session.tenant):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"put.in_place is off for tenant {session.tenant.name}")
         arena = self._host.arena(number)

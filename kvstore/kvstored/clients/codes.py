@@ -1,7 +1,8 @@
-"""The numbers that the wire protocol uses for tiers, causes and steps."""
+"""The numbers that the wire protocol uses for tiers, causes and steps, and its messages for terms."""
 
 from __future__ import annotations
 
+from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
@@ -34,3 +35,14 @@ def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
 def known_step(step: int) -> int:
     """Return `step` (the wire's NextStep, why an engine stopped), or 0 for a value that this version does not know."""
     return step if step in pb.NextStep.values() else pb.NEXT_STEP_UNSPECIFIED
+
+
+def terms_of(message: pb.Terms) -> Terms:
+    """Return the terms (time to live, priority, pins) in the wire message `message`, not checked yet."""
+    return Terms(
+        message.ttl_s if message.HasField("ttl_s") else None,
+        message.priority if message.HasField("priority") else None,
+        message.pin,
+        message.unpin,
+        message.pin_ttl_s if message.HasField("pin_ttl_s") else None,
+    )

@@ -93,7 +93,7 @@ def _sentence(tenant: str, uid: int, places: Collection[str]) -> str:
     count = f"{len(named)} or more" if len(named) == MAX_CONTAINERS else str(len(named))
     return (
         f"isolation is by uid; these {count} containers are one tenant, {tenant} (uid {uid}): {listed}; give them "
-        "users of their own, or a daemon each"
+        "users of their own, or a [[tenant]] each by cgroups or socket"
     )
 
 

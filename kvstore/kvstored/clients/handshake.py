@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
@@ -22,9 +23,10 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.reception import Reception
-from kvstored.clients.sessions import ClientSession
-from kvstored.clients.tenants import read_peer
+from kvstored.clients.sessions import FULL_RETRY_MS, ClientSession
+from kvstored.clients.tenants import Peer, read_peer
 from kvstored.config.schema import LimitsSection
+from kvstored.process import ticks_now
 
 log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 128 * 1024
@@ -38,37 +40,40 @@ _UCRED = struct.Struct("3i")
 
 
 class HandshakeServer:
-    """A server on the Unix socket `path`, to which each client keeps one connection for its whole life. `close` ends
-    all connections and their sessions. At most `limits.handshakes_per_user` connections of one user may wait without
-    having sent a hello message; a further one ends the oldest of them."""
+    """A server on the Unix socket `path`, and on tenants' own ones, to which each client keeps one connection for its
+    whole life. `close` ends all connections and their sessions. At most `limits.handshakes_per_user` connections of one
+    user, or to one tenant's own socket, may wait without having sent a hello message; a further one ends the oldest of
+    them."""
 
     def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
         self.path = path
         self._reception = reception
         self._limits = limits
-        self._listener: socket.socket | None = None
+        self._listeners: dict[str, _Listener] = {}  # by the tenant whose own it is; "": everybody's
         self._connections: dict[_Connection, None] = {}  # oldest first
         self._rejected: dict[_Connection, None] = {}  # each gets its refusal after its hello
         self.accepting = True
 
-    def start(self, listener: socket.socket) -> None:
-        """Accept clients on the socket `listener` from now on, and no longer on an earlier listener. Connected clients
-        stay."""
-        self._stop_listening()
+    def start(self, listener: socket.socket, socket_of: str = "") -> None:
+        """Accept clients on the socket `listener` from now on, and no longer on an earlier listener for the same
+        callers: those of the tenant `socket_of`, or all. Connected clients stay."""
+        self.stop(socket_of)
         listener.setblocking(False)
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._listeners[socket_of] = _Listener(listener, socket_of)
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, self._listeners[socket_of])
+
+    def stop(self, socket_of: str) -> None:
+        """Accept no more clients on the own socket of the tenant `socket_of`. Connected clients stay."""
+        listener = self._listeners.pop(socket_of, None)
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener.socket.fileno())
+            listener.socket.close()
 
     def close(self) -> None:
-        self._stop_listening()
+        for socket_of in [*self._listeners]:
+            self.stop(socket_of)
         for connection in [*self._connections, *self._rejected]:
             connection.end()
-
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
 
     def hang_up(self, is_meant: Callable[[ClientSession], bool]) -> int:
         """End the sessions for which `is_meant` returns True, and return their number. Their clients notice, and may
@@ -79,60 +84,86 @@ class HandshakeServer:
             connection.end()
         return len(meant)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: _Listener) -> None:
         for _ in range(ACCEPTED_A_TURN):
+            before_ticks = ticks_now()
             try:
-                accepted, _ = self._listener.accept()
+                accepted, _ = listener.socket.accept()
                 _, uid, _ = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             except BlockingIOError:
+                listener.nobody_waited_ticks = before_ticks
                 return
             except OSError as error:  # out of descriptors: look again later instead of spinning on a readable socket
                 log.warning("cannot accept a client: %s", error)
-                self._pause()
+                self._pause(listener)
                 return
             accepted.setblocking(False)
-            self._end_oldest_waiting(uid)
-            refusal = self._refusal(uid)
+            caller = listener.socket_of or uid
+            self._end_oldest_waiting(caller)
+            refusal = self._refusal(caller)
             group = self._connections if refusal is None else self._rejected
             if refusal is not None and len(group) >= MAX_REJECTED:
                 accepted.close()
                 continue
-            connection = _Connection(accepted, uid, self._reception, group.pop, refusal)
+            arrival = _Arrival(accepted, caller, listener.socket_of, listener.nobody_waited_ticks)
+            connection = _Connection(arrival, self._reception, group.pop, refusal)
             group[connection] = None
             connection.start()
 
-    def _end_oldest_waiting(self, uid: int) -> None:
-        waiting = [each for each in self._connections if each.uid == uid and not each.has_session]
+    def _end_oldest_waiting(self, caller: int | str) -> None:
+        waiting = [each for each in self._connections if each.caller == caller and not each.has_session]
         if len(waiting) >= self._limits.handshakes_per_user:
             waiting[0].end()
 
-    def _refusal(self, uid: int) -> KVStoreError | None:
+    def _refusal(self, caller: int | str) -> KVStoreError | None:
         """Return why a new client cannot be taken now; None if it can."""
         if not self.accepting:
             return KVStoreError(
-                ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"
+                ErrorKind.UNAVAILABLE,
+                "the daemon is draining and takes no new clients (kvctl drain --undo ends that)",
+                FULL_RETRY_MS,
             )
         most = self._limits.max_clients
         if len(self._connections) >= most:
-            return KVStoreError(ErrorKind.THROTTLED, f"{most} clients are connected already")
-        own = sum(each.uid == uid for each in self._connections)
+            return KVStoreError(ErrorKind.THROTTLED, f"{most} clients are connected already", FULL_RETRY_MS)
+        own = sum(each.caller == caller for each in self._connections)
         if own >= most - max(0, most - ANYBODYS_PLACES) // OTHERS_SHARE:
             return KVStoreError(
-                ErrorKind.THROTTLED, f"{own} clients of this user are connected already; the other places are others'"
+                ErrorKind.THROTTLED,
+                f"{own} clients of this user are connected already; the other places are others'",
+                FULL_RETRY_MS,
             )
         return None
 
-    def _pause(self) -> None:
-        loop, listener = asyncio.get_running_loop(), self._listener
-        assert listener is not None
-        loop.remove_reader(listener.fileno())
+    def _pause(self, listener: _Listener) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener.socket.fileno())
 
         def resume() -> None:
-            if self._listener is not None:
-                loop.add_reader(listener.fileno(), self._accept)
+            if self._listeners.get(listener.socket_of) is listener:
+                loop.add_reader(listener.socket.fileno(), self._accept, listener)
 
         loop.call_later(ACCEPT_PAUSE_S, resume)
+
+
+@dataclass
+class _Listener:
+    """A listening socket. `nobody_waited_ticks` is a moment at which nobody waited there to be accepted, in clock ticks
+    since boot: who is accepted later has connected later."""
+
+    socket: socket.socket
+    socket_of: str  # the tenant whose own it is, or ""
+    nobody_waited_ticks: int = 0
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A connection that has been accepted. `caller` is who is counted for it: a uid, or the tenant of an own socket."""
+
+    socket: socket.socket
+    caller: int | str
+    socket_of: str
+    nobody_waited_ticks: int
 
 
 class _Connection:
@@ -144,14 +175,14 @@ class _Connection:
 
     def __init__(
         self,
-        sock: socket.socket,
-        uid: int,
+        arrival: _Arrival,
         reception: Reception,
         on_end: Callable[[_Connection], object],
         refusal: KVStoreError | None,
     ) -> None:
-        self.uid = uid
-        self._socket = sock
+        self.caller = arrival.caller
+        self._arrival = arrival
+        self._socket = arrival.socket
         self._reception = reception
         self._on_end = on_end
         self._refusal = refusal
@@ -185,8 +216,8 @@ class _Connection:
             self._hello_timer.cancel()
             self._hello_timer = None
 
-    def refuse(self, kind: ErrorKind, message: str) -> None:
-        self._send(_refusal(kind, message), None)
+    def refuse(self, error: KVStoreError) -> None:
+        self._send(_refusal(error), None)
         self.end()
 
     def _readable(self) -> None:
@@ -202,15 +233,16 @@ class _Connection:
         try:
             self._answer(hs.ClientPacket.FromString(data))
         except DecodeError:
-            self.refuse(ErrorKind.INVALID, "not a handshake packet")
+            self.refuse(KVStoreError(ErrorKind.INVALID, "not a handshake packet"))
         except KVStoreError as error:
             if self._session is None:
-                self.refuse(error.kind, error.message)
+                self.refuse(error)
             else:  # a wrong question does not cost a client its session
-                self._send(_refusal(error.kind, error.message), None)
+                self._send(_refusal(error), None)
         except Exception:
             log.exception("a handshake failed")
-            self.refuse(ErrorKind.INTERNAL, "the handshake failed inside the daemon; its log has the details")
+            message = "the handshake failed inside the daemon; its log has the details"
+            self.refuse(KVStoreError(ErrorKind.INTERNAL, message))
 
     def _answer(self, packet: hs.ClientPacket) -> None:
         kind = packet.WhichOneof("packet")
@@ -220,7 +252,7 @@ class _Connection:
         if kind == "hello":
             if self._session is not None:
                 raise KVStoreError(ErrorKind.INVALID, "a connection says hello once")
-            session, welcome, descriptor = self._reception.welcome(read_peer(self._socket), packet.hello)
+            session, welcome, descriptor = self._reception.welcome(self._peer(), packet.hello)
             self._session = session
             self._cancel_hello_timer()
             reply.welcome.CopyFrom(welcome)
@@ -237,6 +269,10 @@ class _Connection:
             if descriptor is not None:
                 os.close(descriptor)
 
+    def _peer(self) -> Peer:
+        arrival = self._arrival
+        return read_peer(self._socket, nobody_waited_ticks=arrival.nobody_waited_ticks, socket_of=arrival.socket_of)
+
     def _send(self, packet: Message, descriptor: int | None) -> None:
         descriptors = [] if descriptor is None else [descriptor]
         try:
@@ -247,8 +283,9 @@ class _Connection:
             self.end()
 
 
-def _refusal(kind: ErrorKind, message: str) -> hs.DaemonPacket:
+def _refusal(error: KVStoreError) -> hs.DaemonPacket:
     packet = hs.DaemonPacket()
-    packet.refused.kind = pb.ErrorKind.ValueType(kind)
-    packet.refused.message = message
+    packet.refused.kind = pb.ErrorKind.ValueType(error.kind)
+    packet.refused.message = error.message
+    packet.refused.retry_after_ms = error.retry_after_ms
     return packet

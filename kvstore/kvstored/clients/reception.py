@@ -14,7 +14,6 @@ from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.sessions import ClientSession, ClientSessions, ReturningClients
 from kvstored.clients.tenants import Peer
 from kvstored.store.assembly import Store
-from kvstored.tier_set import NO_TIERS
 
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
@@ -74,7 +73,7 @@ class Reception:
             staging_bytes=staging.size_bytes if staging is not None else 0,
             lease_ttl_ms=config.limits.lease_ttl_ms,
             daemon_epoch=self._epoch,
-            data_socket=str(config.daemon.socket_dir / "data.sock"),
+            data_socket="" if peer.socket_of else str(config.daemon.socket_dir / "data.sock"),
             max_keys=config.limits.max_keys,
             max_block_bytes=config.limits.max_block_bytes,
             lookup_index=self._indexes.offered,
@@ -82,7 +81,7 @@ class Reception:
             arena_epoch=self._epoch if former is None else former.epoch,
             lease_ids=() if former is None else former.arrived(session, hello.former_token),
         )
-        self._arenas.announce(session.tenant, welcome)
+        self._arenas.announce(session, welcome)
         self._store.counters.add("sessions_opened")
         log.debug(
             "client %s (pid %d uid %d cgroup %s) is tenant %s",
@@ -120,10 +119,12 @@ class Reception:
             fingerprint = parse_fingerprint(hello.fingerprint)
         except FingerprintError as error:
             raise KVStoreError(ErrorKind.INVALID, str(error)) from None
-        tenant = self._sessions.tenant_of(peer)
-        session = self._sessions.open(tenant, fingerprint, peer, _printable(hello.client_name), hello.staging_bytes)
+        caller, name = self._sessions.tenant_of(peer), _printable(hello.client_name)
+        session = self._sessions.open(caller, fingerprint, peer, name, hello.staging_bytes, hello.pool)
+        tenant = session.tenant
         session.exact = not (hello.accepts_lossy and tenant.limits.lossy)
-        session.device_tiers = self._store.tiers_on(hello.device_identity) if hello.device_identity else NO_TIERS
+        if hello.device_identity and session.may_write:  # a client can write to device memory that it may import
+            session.device_tiers = self._store.tiers_on(hello.device_identity)
         if session.staging is not None:
             self._arenas.prepare(tenant)
         return session

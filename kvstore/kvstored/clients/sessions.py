@@ -19,10 +19,12 @@ from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingMemory, StagingPool
 from kvstored.clients.tenants import Peer, Tenant, TenantDirectory
 from kvstored.clients.tenants.peer import has_exited
+from kvstored.clients.weights import WeightVersions
 from kvstored.clock import NS_PER_MS
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 
+FULL_RETRY_MS = 250  # for a client that finds no place
 LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that its process has exited
 
 
@@ -37,6 +39,7 @@ class ClientSession(Client):
     tenant: Tenant
     staging: StagingMemory | None
     give_back_staging: Callable[[int], None]
+    caller_id: int = -1  # the number of the caller's own tenant, under which its work is counted
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
     is_over_leases: bool = False  # once it was, which is logged
@@ -73,8 +76,9 @@ class ReturningClients(Protocol):
 
 class ClientSessions:
     """The table of the sessions of all connected clients. A session is found by its token, 16 random bytes that only
-    its client knows. `former` has the clients of the former daemon process that may return; it is None if no memory is
-    kept over a restart. New sessions get numbers above `last_id`."""
+    its client knows. `weights` says which versions of weights clients may compute with. `former` has the clients of the
+    former daemon process that may return; it is None if no memory is kept over a restart. New sessions get numbers
+    above `last_id`."""
 
     def __init__(
         self,
@@ -82,13 +86,14 @@ class ClientSessions:
         tenants: TenantDirectory,
         shares: TenantShares,
         staging_pool: StagingPool,
+        weights: WeightVersions,
         former: ReturningClients | None = None,
         last_id: int = 0,
     ) -> None:
         self._store = store
         self._tenants = tenants
         self._shares = shares
-        self._staging_pool = staging_pool
+        self._staging_pool, self._weights = staging_pool, weights
         self._former = former
         self._last_id = last_id
         self._by_token: dict[bytes, ClientSession] = {}
@@ -110,23 +115,61 @@ class ClientSessions:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
+    def pool_for(self, caller: Tenant, pool: str) -> tuple[Tenant, bool]:
+        """Return the tenant that is the shared pool `pool`, and whether `caller` may put blocks there; for a pool ""
+        the caller itself. Raises KVStoreError, in the same words whether there is such a pool or not."""
+        if not pool:
+            return caller, True
+        found = self._tenants.pool(pool, caller)
+        if found is None:
+            raise KVStoreError(ErrorKind.FORBIDDEN, f"tenant {caller.name} has no shared pool of this name")
+        return found
+
     def open(
-        self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
+        self,
+        caller: Tenant,
+        fingerprint: Fingerprint,
+        peer: Peer,
+        name: str,
+        staging_bytes: int,
+        pool: str = "",
     ) -> ClientSession:
-        """Return a new session for the client process `peer`, called `name`, of `tenant`. It gets up to `staging_bytes`
-        of staging memory, less if the budget for all clients has less left."""
+        """Return a new session for the client process `peer`, called `name`, of the tenant `caller`, about its own
+        blocks or those of `pool`. It gets up to `staging_bytes` of staging memory, less if the budget for all clients
+        has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, for one
+        client of the tenant too many, and for a client that computes with weights of which there are newer ones."""
+        tenant, may_write = self.pool_for(caller, pool)
+        caller_id, most = self._store.residency.tenant(caller.index_name), self._store.config.limits.clients_per_tenant
+        if sum(session.caller_id == caller_id for session in self._by_token.values()) >= most:
+            raise KVStoreError(
+                ErrorKind.THROTTLED,
+                f"{most} clients of tenant {caller.name} are connected already, limits.clients_per_tenant",
+                FULL_RETRY_MS,
+            )
+        self._weights.admit(tenant, fingerprint)
+        staging_bytes = staging_bytes if may_write else 0
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
+        session.pool, session.may_write, session.caller_id = pool, may_write, caller_id
         self._name(session)
         self._by_token[session.token] = session
-        self.containers.note(tenant.name, peer.uid, peer.cgroup)
+        is_meant = peer.socket_of or (peer.control_group and caller.limits.cgroups)
+        if not is_meant:  # that containers are one tenant
+            self.containers.note(caller.name, peer.uid, peer.cgroup)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, *, exact: bool = True) -> ClientSession:
-        """Return a session for one unary call, which needs no end. Its fingerprint is not remembered, so that made-up
-        ones cost nothing: call `note_fingerprint` before blocks are stored under it.
+    def open_call(
+        self, caller: Tenant, fingerprint: Fingerprint, name: str, *, pool: str = "", exact: bool = True
+    ) -> ClientSession:
+        """Return a session for one unary call of `caller`, which needs no end, about its own blocks or those of `pool`.
+        Its fingerprint is not remembered, so that made-up ones cost nothing: call `note_fingerprint` before blocks are
+        stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
+        tenant, may_write = self.pool_for(caller, pool)
+        self._weights.admit(tenant, fingerprint)
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+        session.pool, session.may_write = pool, may_write
+        session.caller_id = self._store.residency.tenant(caller.index_name)
         session.exact = exact or not tenant.limits.lossy
         return session
 
@@ -134,6 +177,15 @@ class ClientSessions:
         """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""
         self._tenants.remember(session.fingerprint)
         self._name(session)
+
+    def renew_tenants(self) -> None:
+        """Give open sessions the present settings of their tenants. Who accepted lossy copies gets exact ones from now
+        on if the tenant disallows them; the other way round counts from the next connection."""
+        for session in self._by_token.values():
+            tenant = self._tenants.by_digest(session.tenant.digest)
+            if tenant is not None and tenant is not session.tenant:
+                session.tenant = tenant
+                session.exact = session.exact or not tenant.limits.lossy
 
     def close(self, session: ClientSession) -> None:
         """End `session`, whose client has gone: run the functions in its `on_close`, and release its staging memory,

@@ -36,25 +36,33 @@ class TenantShares:
         shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
-            is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
-            is_special = is_special or limits.lossy
+            is_special = limits.shares or self._payer(limits).shares or _terms(limits) or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits, lossy = tenant.limits, self._residency.exactness.tenants
-        shares = {
-            self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
-            self._residency.durable: Share(0, limits.nvme_max_bytes or None),
-        }
+        payer = self._payer(limits)
+        charged = self._charged_to(payer.name) if payer.shares else ()
         for policy in self._policies:
-            if policy.tier in shares:
-                policy.set_share(tenant_id, shares[policy.tier])
+            tier = self._residency.tiers[policy.tier]
+            share, most_bytes = limits.share(tier), payer.share(tier).max_bytes or None
+            policy.set_share(tenant_id, Share(share.min_bytes, most_bytes, share.weight, charged if most_bytes else ()))
         (lossy.add if limits.lossy else lossy.discard)(tenant_id)
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:
             self._retention.defaults[tenant_id] = terms
+
+    def _payer(self, limits: TenantSection) -> TenantSection:
+        """Return the limits against which a tenant's blocks count: those of a shared pool's publisher, or its own."""
+        return (self._tenants.section(limits.publisher) or limits) if limits.is_pool else limits
+
+    def _charged_to(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the tenant `name` and of the shared pools that it publishes; none without a pool."""
+        pools = {section.name for section in self._tenants.listed if section.publisher == name}
+        charged = [each for each in self._tenants.all() if each.name == name or each.name in pools]
+        return tuple(self._residency.tenant(each.index_name) for each in charged) if pools else ()
 
 
 def _terms(limits: TenantSection) -> Terms | None:

@@ -4,7 +4,9 @@ file for each kind of tier.
 
 from kvstored.config.documents import reference_text
 from kvstored.config.mistakes import ConfigError
-from kvstored.config.parse import load_config
+from kvstored.config.parse import load_config, with_orders
 from kvstored.config.schema import Config, ConfiguredSetting, TenantSection
 
-__all__ = ["Config", "ConfigError", "TenantSection", "ConfiguredSetting", "load_config", "reference_text"]
+__all__ = [
+    "Config", "ConfigError", "ConfiguredSetting", "TenantSection", "load_config", "reference_text", "with_orders",
+]  # fmt: skip

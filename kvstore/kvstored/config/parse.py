@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +33,8 @@ from kvstored.config.documents import (
 )
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
-from kvstored.config.schema import Config, PrefetchSection, TenantSection, UnarySection
+from kvstored.config.recognition import RECOGNITION_KEYS, check_recognition, recognition
+from kvstored.config.schema import Config, ConfiguredSetting, PrefetchSection, TenantSection, TierShare, UnarySection
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tiers import KINDS, MachineSizes
 from kvstored.config.tiers.remote import MODES
@@ -48,9 +49,12 @@ DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
-    "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
-    "ttl_s", "priority", "lossy", "encrypt",
+    "name", "uids", "gids", "durability", "put_in_place", "remote", "unmapped", "ttl_s", "priority", "lossy", "encrypt",
+    *RECOGNITION_KEYS,
 }  # fmt: skip
+ORDERED_KEYS = ("ttl_s", "priority")  # of a tenant, beside its shares, that an operator may set while the daemon runs
+WEIGHT_MAX = 1000
+ORDERED = "kvctl tenants set"
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
 
@@ -108,14 +112,19 @@ def _check_unary(unary: UnarySection) -> None:
         address_of("unary.listen", unary.listen, "127.0.0.1:7443")
         need(unary.enabled, "unary.listen is set, but unary.enabled = false: set one of them right")
         need(
-            unary.tokens_file is not None,
-            "unary.listen needs unary.tokens_file: without tokens any client at the port could read every block",
+            unary.tokens_file is not None or unary.tls_client_ca is not None,
+            "unary.listen needs unary.tokens_file or unary.tls_client_ca: without tokens or certificates any client at "
+            "the port could read every block",
         )
     need(
         (unary.tls_cert is None) == (unary.tls_key is None),
         "unary.tls_cert and unary.tls_key belong together: set both or none",
     )
     need(unary.tls_cert is None or bool(unary.listen), "unary.tls_cert does nothing without unary.listen")
+    need(
+        unary.tls_client_ca is None or unary.tls_cert is not None,
+        "unary.tls_client_ca checks clients' certificates over TLS: set unary.tls_cert and unary.tls_key too",
+    )
 
 
 def _check_prefetch(prefetch: PrefetchSection) -> None:
@@ -167,6 +176,10 @@ def _check(config: Config) -> None:
     one_of("durability.mode", config.durability.mode, DURABILITY_MODES)
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:
+        need(
+            not tenant.certificates or config.unary.tls_client_ca is not None,
+            f"tenant {tenant.name}: certificates are those of callers over TCP: set unary.tls_client_ca",
+        )
         one_of(f"tenant {tenant.name}: durability", tenant.durability, ("", *DURABILITY_MODES))
         one_of(f"tenant {tenant.name}: remote", tenant.remote, ("", *MODES))
     need(
@@ -209,41 +222,86 @@ def _check_in_place(config: Config) -> None:
 
 
 def _check_shares(config: Config) -> None:
-    room_bytes = config.host.capacity_bytes - config.host.staging_bytes
-    for tenant in config.tenants:
-        if tenant.host_max_bytes and tenant.host_max_bytes < tenant.host_min_bytes:
+    for tier in config.listed:
+        least_bytes, room_bytes = 0, tier.capacity_bytes - (config.host.staging_bytes if tier is config.host else 0)
+        for tenant in config.tenants:
+            share = tenant.share(tier.name)
+            least_bytes += share.min_bytes
+            if share.max_bytes and share.max_bytes < share.min_bytes:
+                raise ConfigError(
+                    f"tenant {tenant.name}: {tier.name}_max {human_bytes(share.max_bytes)} is below its "
+                    f"{tier.name}_min {human_bytes(share.min_bytes)}; raise the one or lower the other"
+                )
+        if least_bytes > room_bytes:
+            less = " less staging" * (tier is config.host)
             raise ConfigError(
-                f"tenant {tenant.name}: host_max {human_bytes(tenant.host_max_bytes)} is below its host_min "
-                f"{human_bytes(tenant.host_min_bytes)}; raise the one or lower the other"
+                f"the tenants' {tier.name}_min are {human_bytes(least_bytes)} together, {tier.name}.capacity{less} is "
+                f"{human_bytes(room_bytes)}: lower them, or raise {tier.name}.capacity"
             )
-    least_bytes = sum(tenant.host_min_bytes for tenant in config.tenants)
-    if least_bytes > room_bytes:
-        raise ConfigError(
-            f"the tenants' host_min are {human_bytes(least_bytes)} together, host.capacity less staging is "
-            f"{human_bytes(room_bytes)}: lower them, or raise host.capacity"
-        )
 
 
-def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
+def share_keys(config: Config) -> dict[str, tuple[str, str]]:
+    """Return the keys of a tenant's shares, such as "host_min", each with its tier's name and what it sets there."""
+    tiers = [tier.name for tier in config.listed if tier.KIND != "remote"]
+    return {f"{tier}_{what}": (tier, what) for tier in tiers for what in ("min", "max", "weight")}
+
+
+def _shares(entry: dict[str, Any], config: Config) -> tuple[tuple[str, TierShare], ...]:
+    found: dict[str, TierShare] = {}
+    for key, (tier, what) in share_keys(config).items():
+        if key in entry:
+            section = config.tier(tier)
+            assert section is not None
+            if what == "weight":
+                change = {"weight": _number(entry, key, 0, WEIGHT_MAX)}
+            else:
+                change = {f"{what}_bytes": parse_size(entry[key], section.capacity_bytes)}
+            found[tier] = replace(found.get(tier, TierShare()), **change)
+    return tuple((tier, share) for tier, share in sorted(found.items()) if share != TierShare())
+
+
+def with_orders(config: Config, orders: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return `config` with the settings of tenants that an operator has set in `orders`, by tenant, in place of those
+    in the file. Orders for tenants that do not exist now are left out. Raises ConfigError."""
+    entries: dict[str, Table] = {}
+    for each in config.written:
+        if each.section == TENANT and each.origin != ORDERED:
+            entries.setdefault(each.tenant, {})[each.key] = each.value
+    listed = {uid for entry in entries.values() for uid in entry.get("uids", ())}
+    for name in orders:
+        uid = int(name[4:]) if _UID_TENANT.match(name) else -1
+        if uid >= 0 and uid not in listed and config.tenant_default == "by-uid":
+            entries[name] = {"name": name, "uids": [uid]}
+    ordered = {name: order for name, order in orders.items() if name in entries}
+    raw = [entry | dict(ordered.get(name, {})) for name, entry in entries.items()]
+    changed = replace(config, tenants=tenant_sections(raw, config, ordered))
+    _check_shares(changed)
+    written = [each for each in config.written if each.origin != ORDERED]  # of two of one name the last is in force
+    for name, order in ordered.items():
+        written += [ConfiguredSetting(TENANT, key, value, ORDERED, name) for key, value in order.items()]
+    return replace(changed, written=tuple(written))
+
+
+def tenant_sections(raw: Any, config: Config, ordered: Container[str] = ()) -> tuple[TenantSection, ...]:
     """Return the tenants' sections from `raw`, the TOML value of [[tenant]]. Percentages in it are of the tiers'
-    capacities in `config`. Raises ConfigError."""
+    capacities in `config`. The tenants `ordered` may be those of users whom none lists. Raises ConfigError."""
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
-    found: dict[str, TenantSection] = {}
+    known, found = _TENANT_KEYS | share_keys(config).keys(), dict[str, TenantSection]()
     owners: dict[str, str] = {}  # "uids 1001" -> the tenant that lists it
     for entry in raw:
         if not isinstance(entry, dict):
             raise ConfigError("tenant: write each one as [[tenant]]")
-        unknown = set(entry) - _TENANT_KEYS
+        unknown = set(entry) - known
         if unknown:
             key = sorted(unknown)[0]
-            raise ConfigError(f"unknown key tenant.{key}{did_you_mean(key, _TENANT_KEYS)}")
+            raise ConfigError(f"unknown key tenant.{key}{did_you_mean(key, known)}")
         name = entry.get("name", "")
         if not isinstance(name, str) or not _TENANT_NAME.match(name):
             raise ConfigError(f"tenant.name {name!r}: 1 to 64 letters, digits, '_', '.', '-'")
         if name in found:
             raise ConfigError(f"tenant {name!r} is listed twice")
-        if _UID_TENANT.match(name):
+        if _UID_TENANT.match(name) and name not in ordered:
             raise ConfigError(f"tenant.name {name!r} is kept for a user that no tenant lists; choose another name")
         ids = {key: _ids(name, key, entry.get(key, [])) for key in ("uids", "gids")}
         for member in (f"{key} {number}" for key in ids for number in ids[key]):
@@ -254,9 +312,7 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 name,
                 ids["uids"],
                 ids["gids"],
-                parse_size(entry.get("host_max", 0), config.host.capacity_bytes),
-                parse_size(entry.get("nvme_max", 0), config.nvme.capacity_bytes),
-                parse_size(entry.get("host_min", 0), config.host.capacity_bytes),
+                _shares(entry, config),
                 entry.get("durability", ""),
                 _flag(entry, "put_in_place"),
                 entry.get("remote", ""),
@@ -264,12 +320,14 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 _number(entry, "ttl_s", 0, TTL_MAX_S),
                 _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
                 bool(_flag(entry, "lossy")),
-                _flag(entry, "encrypt"),
+                encrypt=_flag(entry, "encrypt"),
+                **recognition(entry),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
         if found[name].unmapped and owners.setdefault("unmapped", name) != name:
             raise ConfigError(f"tenant {name}: unmapped users are tenant {owners['unmapped']} already")
+    check_recognition(tuple(found.values()))
     return tuple(found.values())
 
 

@@ -57,10 +57,15 @@ class LimitsSection:
     max_block_bytes: int
     staging_per_client_bytes: int
     inflight_per_client: int
+    clients_per_tenant: int
+    requests_per_tenant: int
+    moving_per_tenant_bytes: int
+    moving_bytes: int
     leases_per_client: int
     lease_ttl_ms: int
     limbo_per_tenant_bytes: int
     pinned_per_tenant_bytes: int
+    pinned_per_owner_bytes: int
     message_bytes: int
     ghosts_per_tenant: int
     misses_per_tenant: int
@@ -135,6 +140,7 @@ class UnarySection:
     tokens_file: Path | None
     tls_cert: Path | None
     tls_key: Path | None
+    tls_client_ca: Path | None
 
     @property
     def tokens_in_use(self) -> Path | None:
@@ -169,16 +175,28 @@ class EncryptionSection:
 
 
 @dataclass(frozen=True)
+class TierShare:
+    """A tenant's share of one tier: `min_bytes` are guaranteed, more than `max_bytes` are not allowed (0: no limit),
+    and the rest is divided by `weight` (0: not said, and the policy decides alone unless another tenant says one)."""
+
+    min_bytes: int = 0
+    max_bytes: int = 0
+    weight: int = 0
+
+
+NO_SHARE = TierShare()
+
+
+@dataclass(frozen=True)
 class TenantSection:
-    """The settings of one tenant in the configuration. A maximum of 0 means no limit. `remote` says whether its blocks
-    are encrypted in remote tiers; "" leaves the decision to the tier's setting."""
+    """The settings of one tenant in the configuration. `shares` has, by name of tier, the shares that are not the
+    default. `remote` says whether its blocks are encrypted in remote tiers; "" leaves the decision to the tier's
+    setting."""
 
     name: str
     uids: tuple[int, ...] = ()
     gids: tuple[int, ...] = ()
-    host_max_bytes: int = 0
-    nvme_max_bytes: int = 0
-    host_min_bytes: int = 0
+    shares: tuple[tuple[str, TierShare], ...] = ()
     durability: str = ""
     put_in_place: bool | None = None  # None: as [put] says
     remote: str = ""  # "": as the tier says
@@ -187,12 +205,26 @@ class TenantSection:
     priority: int = 0  # likewise
     lossy: bool = False  # whether clients that accept lossy copies may put and get them
     encrypt: bool | None = None  # its blocks at rest; None: as [encryption] says
+    cgroups: tuple[str, ...] = ()  # callers in or below one of these are this tenant
+    socket: bool = False  # whether it has a handshake socket of its own, whose callers are this tenant
+    certificates: tuple[str, ...] = ()  # names of a client certificate that are this tenant over TCP: "dns:a.example"
+    publisher: str = ""  # of a shared pool: the tenant that may put blocks into it
+    readers: tuple[str, ...] = ()  # of a shared pool: the tenants that may get its blocks
+
+    @property
+    def is_pool(self) -> bool:
+        """True for a shared pool: no caller is this tenant, and those of the tenants that it lists use its blocks."""
+        return bool(self.publisher)
+
+    def share(self, tier: str) -> TierShare:
+        """Return the tenant's share of the tier with the name `tier`."""
+        return dict(self.shares).get(tier, NO_SHARE)
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting with its origin. `value` is the value as TOML reads it; `origin` is "default", "--set" or the file's
-    path. For a setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section`
-    is the tier's name."""
+    """A setting with its origin. `value` is the value as TOML reads it; `origin` is "default", "--set", the file's path
+    or "kvctl tenants set". For a setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's
+    setting, `section` is the tier's name."""
 
     section: str
     key: str

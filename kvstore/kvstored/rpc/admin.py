@@ -77,6 +77,18 @@ def _reload(request: Any, reply: Any) -> str:
     return f"reload: {', '.join(each.name for each in reply.applied) or 'nothing'} changed"
 
 
+def _keep(request: Any, reply: Any) -> str:
+    terms = " ".join(f"{field.name} {value}" for field, value in request.terms.ListFields())
+    return f"{terms} of tenant {request.tenant}: {human_blocks(reply.blocks, reply.bytes)}"
+
+
+def _versions(request: Any, reply: Any) -> str:
+    if not request.weights:
+        return ""
+    newest = ", ".join(str(each.version) for each in reply.versions)
+    return f"weights {request.weights} of {request.tenant} are at {newest}: {human_blocks(reply.blocks)} removed"
+
+
 AUDITED: dict[str, Callable[[Any, Any], str]] = {
     "Drop": _drop,
     "Invalidate": _invalidate,
@@ -87,6 +99,9 @@ AUDITED: dict[str, Callable[[Any, Any], str]] = {
     "RenameTenant": _rename,
     "DropTenant": _drop_tenant,
     "Reload": _reload,
+    "SetTenant": lambda request, reply: f"tenants {'reset' if request.reset else 'set'}: {reply.tenant}",
+    "Keep": _keep,
+    "Versions": _versions,
     "Predictor": lambda request, reply: f"predictor {'on' if reply.enabled else 'off'}" if request.switch else "",
 }
 

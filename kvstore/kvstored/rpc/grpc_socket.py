@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvstored.process import connections_within
 from kvstored.sockets import SocketError
@@ -21,10 +22,14 @@ BEAT_MS, ANSWER_MS = 60_000, 20_000
 
 
 class _Departures(logging.Filter):
-    """A log filter that passes every record except failed sends, which become one line at debug level."""
+    """A log filter that passes every record except failed sends and messages that cannot be read, which become one line
+    at debug level each."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, DecodeError):  # a caller's mistake, who gets an error; it may make it again and again
+            log.debug("a message cannot be read: %s", error)
+            return False
         if not isinstance(error, grpc.aio.InternalError):  # what gRPC's core refuses; errors of ours are others
             return True
         log.debug("a client left before an answer reached it: %s", error)
@@ -35,8 +40,8 @@ _DEPARTURES = _Departures()
 
 
 def expect_departures() -> None:
-    """Let gRPC's log messages about failed sends appear at debug level only, from now on. A second call does
-    nothing.
+    """Let gRPC's log messages about clients that have left or send nonsense appear at debug level only, from now on. A
+    second call does nothing.
     """
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 

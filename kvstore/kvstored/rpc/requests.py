@@ -16,6 +16,7 @@ from functools import partial
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.pressure import Pressure, Work
 from kvstored.clients.sessions import ClientSession
 from kvstored.clock import Clock
 from kvstored.rpc.verbs import Verbs
@@ -37,6 +38,7 @@ class StreamServices:
 
     verbs: Verbs
     inflight_limit: int
+    pressure: Pressure
     latencies: Latencies
     clock: Clock
 
@@ -51,6 +53,7 @@ class Requests:
         self._session = session
         self._verbs = services.verbs
         self._inflight_limit = services.inflight_limit
+        self._pressure = services.pressure
         self._latencies = services.latencies
         self._now_ns = services.clock.monotonic_ns
         self._send = send
@@ -69,6 +72,8 @@ class Requests:
                 raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
             if op == "release":
                 self._end_acquires(request.release.request_ids)
+            elif op == "prefetch":
+                self._pressure.check(self._session, Work.PREFETCH)
             verb = self._verbs.quick.get(op)
             reply = verb(self._session, request) if verb is not None else None
             if reply is None:
@@ -103,16 +108,23 @@ class Requests:
             raise KVStoreError(
                 ErrorKind.THROTTLED, f"{self._inflight_limit} requests of this client are waiting already", 5
             )
-        replies = self._verbs.slow[op](self._session, request)
+        work, nbytes = self._pressure.measure(self._session, op, request)
+        self._pressure.begin(self._session, work, nbytes)
+        try:
+            replies = self._verbs.slow[op](self._session, request)
+        except Exception:
+            self._pressure.end(self._session, nbytes)
+            raise
         task = asyncio.create_task(self._run(request.request_id, op, replies, began_ns))
         self._session.in_flight += 1
         self._tasks.add(task)
         if op == "acquire":
             self._acquires[request.request_id] = task
-        task.add_done_callback(partial(self._done, request.request_id))
+        task.add_done_callback(partial(self._done, request.request_id, nbytes))
 
-    def _done(self, request_id: int, task: asyncio.Task[None]) -> None:
+    def _done(self, request_id: int, nbytes: int, task: asyncio.Task[None]) -> None:
         self._session.in_flight -= 1
+        self._pressure.end(self._session, nbytes)
         self._tasks.discard(task)
         self._acquires.pop(request_id, None)
         self._given_up.discard(request_id)

@@ -2,7 +2,8 @@
 
 It translates the caller into a tenant, its chain into keys, its errors into gRPC status, and bounds the calls at once.
 It owns its sockets: unary.sock for the daemon's own user, and a TCP port if one is configured, which is never served
-without tokens. It never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
+without tokens or clients' certificates. It never looks into a block. Invariant: a call sees blocks of its caller's
+tenant, or of a shared pool that lists it, and of no other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +27,7 @@ from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 from kvstored.admin.lifetime import DaemonState, Phase
 from kvstored.clients.certificates import Certificates
+from kvstored.clients.pressure import RETRY_MS, Pressure, Work
 from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.tenants.tokens import Tokens
@@ -41,30 +46,38 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
 AGE_MS, GRACE_MS = 600_000, 60_000  # of a connection, and of calls that are under way then
+ONE_TENANTS_SHARE = 0.75
 _ANSWER_SLACK_BYTES = 64 << 10
 
 
 class CallLimit:
-    """A bound on how many unary calls run at once, over all sockets. Use it as a context manager; it raises
-    KVStoreError (THROTTLED) when the bound is reached.
-    """
+    """A bound on how many unary calls run at once, over all sockets. One tenant has three quarters of them at most, so
+    that others' gets find a place; half of them are never prefetches, and a quarter never puts."""
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
-        self._under_way = 0
+        self._under_way: Counter[str] = Counter()  # by tenant
 
-    def __enter__(self) -> None:
-        if self._under_way >= self._calls:
-            raise KVStoreError(ErrorKind.THROTTLED, f"{self._calls} unary calls are under way already", 10)
-        self._under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._under_way -= 1
+    @contextmanager
+    def hold(self, tenant: str, work: Work = Work.GET) -> Iterator[None]:
+        """Count a call of `tenant` while the context lasts. Raises KVStoreError (THROTTLED) when a bound is reached."""
+        all_calls, own = self._under_way.total(), self._under_way[tenant]
+        if all_calls >= ceil(self._calls * work.value):
+            raise KVStoreError(ErrorKind.THROTTLED, f"{all_calls} unary calls are under way already", RETRY_MS)
+        if own >= ceil(self._calls * ONE_TENANTS_SHARE):
+            raise KVStoreError(ErrorKind.THROTTLED, f"{own} unary calls of this tenant are under way", RETRY_MS)
+        self._under_way[tenant] += 1
+        try:
+            yield
+        finally:
+            self._under_way[tenant] -= 1
+            if not self._under_way[tenant]:
+                del self._under_way[tenant]
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """The gRPC service KVStoreUnary, for one socket. `callers` finds the tenant of a caller on that socket; `limit`
-    bounds the calls at once.
+    bounds the calls at once, `pressure` the work of each tenant.
     """
 
     def __init__(
@@ -74,9 +87,11 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         sessions: ClientSessions,
         phase: Phase,
         limit: CallLimit,
+        pressure: Pressure,
         max_keys: int,
     ) -> None:
         self._calls = calls
+        self._pressure = pressure
         self._callers = callers
         self._sessions = sessions
         self._phase = phase
@@ -89,17 +104,18 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
         async def put(session: ClientSession, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
+            session.require_writer()
             if len(request.payloads) == len(blocks) and not blocks.are_given:
                 self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
 
-        return await self._answer(request, context, put)
+        return await self._answer(request, context, put, Work.PUT)
 
     async def Get(self, request: pb.UnaryGetRequest, context: Any) -> pb.UnaryGetReply:  # noqa: N802
         return await self._answer(request, context, self._calls.get)
 
     async def Prefetch(self, request: pb.UnaryPrefetchRequest, context: Any) -> pb.UnaryPrefetchReply:  # noqa: N802
-        return await self._answer(request, context, self._calls.prefetch)
+        return await self._answer(request, context, self._calls.prefetch, Work.PREFETCH)
 
     async def Touch(self, request: pb.UnaryTouchRequest, context: Any) -> pb.UnaryTouchReply:  # noqa: N802
         return await self._answer(request, context, self._calls.touch)
@@ -112,16 +128,17 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         request: Request,
         context: Any,
         call: Callable[[ClientSession, NamedBlocks, Request], Reply | Awaitable[Reply]],
+        kind: Work = Work.GET,
     ) -> Reply:
         """Return the call's answer, with the keys if the caller gave none; a KVStoreError ends the call with its
         status.
         """
         try:
-            tenant = self._callers.tenant_of(context.invocation_metadata())
+            tenant = self._callers.tenant_of_call(context)
             if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
-            work = asyncio.create_task(self._work(tenant, request, call))
+            work = asyncio.create_task(self._work(tenant, request, call, kind))
             self._under_way.add(work)
             work.add_done_callback(self._ended)
             return await asyncio.shield(work)
@@ -134,20 +151,35 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         raise AssertionError("abort returned")
 
     async def _work(
-        self, tenant: Tenant, request: Any, call: Callable[[ClientSession, NamedBlocks, Any], Reply | Awaitable[Reply]]
+        self,
+        tenant: Tenant,
+        request: Any,
+        call: Callable[[ClientSession, NamedBlocks, Any], Reply | Awaitable[Reply]],
+        kind: Work,
     ) -> Reply:
-        with self._limit:
+        with self._limit.hold(tenant.name, kind):
             named = request.chain
             session = self._sessions.open_call(
-                tenant, fingerprint_of(named), "unary call", exact=not named.accepts_lossy
+                tenant, fingerprint_of(named), "unary call", pool=named.pool, exact=not named.accepts_lossy
             )
             blocks = await blocks_of(session, named, self._max_keys)
-            reply: Any = call(session, blocks, request)
-            if inspect.isawaitable(reply):
-                reply = await reply
+            if kind is Work.PREFETCH:
+                self._pressure.check(session, kind)
+                reply: Any = call(session, blocks, request)
+            else:
+                with self._pressure.count(session, kind, self._size(session, blocks, request)):
+                    reply = call(session, blocks, request)
+                    if inspect.isawaitable(reply):
+                        reply = await reply
             if not blocks.are_given:
                 reply.keys = blocks.packed
             return reply  # type: ignore[no-any-return]
+
+    def _size(self, session: ClientSession, blocks: NamedBlocks, request: Any) -> int:
+        """Return how many bytes a call moves."""
+        if isinstance(request, pb.UnaryPutRequest):
+            return sum(map(len, request.payloads))
+        return self._pressure.loaded_bytes(session, blocks.packed) if isinstance(request, pb.UnaryGetRequest) else 0
 
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
@@ -158,12 +190,13 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 @dataclass(frozen=True)
 class UnaryListeners:
     """The sockets of the service KVStoreUnary. `make_service` makes the service for the callers of one socket; `own`
-    returns the tenant of the daemon's own user.
+    returns the tenant of the daemon's own user, `by_certificate` the one of names in a client's certificate.
     """
 
     config: UnarySection
     make_service: Callable[[Callers], UnaryService]
     own: Callable[[], Tenant | None]
+    by_certificate: Callable[[list[str]], Tenant | None]
     tokens: Tokens | None
     certificates: Certificates | None
     health: HealthService
@@ -180,7 +213,8 @@ class UnaryListeners:
         """Return a gRPC server on the configured TCP port, for callers with a token, bound but not started. Raises
         ConfigError.
         """
-        remote = self._server(Callers(self.tokens, None))
+        by_certificate = self.by_certificate if self.config.tls_client_ca is not None else None
+        remote = self._server(Callers(self.tokens, None, by_certificate))
         _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
         return remote
 

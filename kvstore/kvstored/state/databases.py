@@ -75,7 +75,15 @@ DATABASES = (
         is_kept=True, names_blocks=True,
     ),
     Database("objects", "named objects; none is listed yet", "", "", "", is_kept=True),
-    Database("weights", "versions of model weights; none is listed yet", "", "", "", is_kept=True),
+    Database(
+        "tenants", "settings of tenants by `kvctl tenants set`", "name of the tenant → JSON",
+        "before the call is answered; synced", "these settings: the file's hold", is_kept=True,
+    ),
+    Database(
+        "weights", "the newest version of each namespace of weights", "tenant and namespace → number",
+        "before a bump is answered; synced", "which version is the newest; no block of another is served for it",
+        is_kept=True,
+    ),
 )  # fmt: skip
 BY_NAME = {database.name: database for database in DATABASES}
 

@@ -25,6 +25,7 @@ from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
 from kvstored.state.databases import SLOT
 from kvstored.state.learned import LearnedTables
+from kvstored.state.orders import TENANTS, WEIGHTS, Orders
 from kvstored.state.process import Interrupted, StateProcess, Transaction
 from kvstored.state.removed import RemovedNames
 from kvstored.state.step_runner import StepRunner
@@ -51,14 +52,16 @@ class _Saved:
 
     names: list[Entry] | None = None
     quarantine: list[Entry] | None = None
+    tenants: list[Entry] | None = None
+    weights: list[Entry] | None = None
     scrub: bytes | None = None
     activity: tuple[int, ...] = field(default=())
 
 
 class StateSaver:
     """A component that saves the daemon's small state (all that is kept over a restart and is not a block) through
-    `process`, writing at most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms. `scrub` is
-    the scrubber's position as JSON, None until it is known."""
+    `process`, writing at most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms, and
+    `orders` has what operators ordered. `scrub` is the scrubber's position as JSON, None until it is known."""
 
     def __init__(
         self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int,
@@ -72,7 +75,7 @@ class StateSaver:
             self._usage["usage"] = UsageRows(residency, residency.durable)
         self._learned = LearnedTables(store)
         self._removed = RemovedNames(residency, store.forgets)
-        self.terms = terms
+        self.terms, self.orders = terms, Orders(process)
         self._saved = _Saved()
         self._opened_ns = store.clock.monotonic_ns()
         self._learned_from_ns = self._rewritten_ns = 0
@@ -95,6 +98,7 @@ class StateSaver:
         process, store = self.process, self._store
         try:
             await self.terms.restore()
+            await self.orders.read()
             read = {name: await process.read(name) for name in _READ}
             usage = {name: await process.read(name) for name in self._usage}
         except OSError as error:
@@ -268,6 +272,8 @@ class StateSaver:
         for name, entries, before in (
             ("names", self._tenants.named_entries(self._store.residency), saved.names),
             ("quarantine", self._quarantine(), saved.quarantine),
+            (TENANTS, self.orders.items(TENANTS), saved.tenants),
+            (WEIGHTS, self.orders.items(WEIGHTS), saved.weights),
         ):
             if entries != before:
                 await change.put(name, entries)

@@ -51,7 +51,10 @@ class TermsKeeper:
             except (OSError, TimeoutError) as error:
                 why = str(error) or f"it takes more than {START_S:g} s"
                 self._later.is_pending = True
-                log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
+                how = "blocks begin with the terms of their headers; what has expired by these is hidden, not removed"
+                log.warning("saved terms cannot be read (%s): %s", why, how)
+        for _ in self._retention.settle_chains(at_start=True):
+            await asyncio.sleep(0)
 
     async def _restore_patiently(self) -> None:
         """Do `restore`, again while it fails: after some deaths of its process a damaged file is set aside. Raises the
@@ -72,6 +75,8 @@ class TermsKeeper:
             entries = await self._process.read("pins")
             for first in range(0, len(entries), 512):
                 self._retention.restore(entries[first : first + 512])
+                await asyncio.sleep(0)
+            for _ in self._retention.settle_chains(at_start=True):
                 await asyncio.sleep(0)
             self.is_read, self._later.is_pending = True, False
             if not entries:

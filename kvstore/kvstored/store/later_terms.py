@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -22,12 +22,14 @@ import numpy as np
 from kvstore_proto.identity import KEY_BYTES
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
+from kvstored.store.pins import Pins
 
 MOST_CHANGED = 1 << 18  # blocks that are noted one by one: 50 MB
 STEP_ENTRIES = 512  # packed in one step: some 2 ms
 _TERMS = struct.Struct("<IbB")  # expiry in seconds since the epoch, 0: never; priority; `scope`
 PINS, ALL = 1, 2  # in the column `later_terms`, a scope: only the pins, or the expiry and the priority too
 _EXPIRY_MAX = (1 << 32) - 1
+_ENDS = b""  # in place of a block's key: when the pins of the tenant's owners end
 Entry = tuple[bytes, bytes]
 
 
@@ -45,13 +47,13 @@ class SavedTerms(NamedTuple):
 class LaterTerms:
     """A record of the blocks whose terms (expiry, priority, pins) are not in their header and must be saved elsewhere.
 
-    It works once `follow` was called. `owners(row)` returns the names of the owners that pinned a block. `changed` has
-    tenant number and key of each block with unsaved changes. `is_whole` is true if the terms of all such blocks must be
+    It works once `follow` was called. `pins` knows who pinned a block, and until when. `changed` has tenant number and
+    key of each block with unsaved changes. `is_whole` is true if the terms of all such blocks must be
     saved anew, and `is_pending` while entries of an earlier process may not be read yet. The event `wanted` is set when
     a caller waits for a save."""
 
-    def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
-        self._residency, self._clock, self._owners = residency, clock, owners
+    def __init__(self, residency: Residency, clock: Clock, pins: Pins) -> None:
+        self._residency, self._clock, self._pins = residency, clock, pins
         self.is_followed = self.is_whole = self.is_pending = self._has_ended = False
         self.changed: set[tuple[int, bytes]] = set()
         self._saving: set[tuple[int, bytes]] = set()  # by the save that has begun
@@ -76,6 +78,11 @@ class LaterTerms:
     def note_entry(self, row: int) -> None:
         """Note that the saved entry of the block at `row` is outdated, if there is one."""
         self._note_key(self._residency.tenant_of(row), self._residency.key(row))
+
+    def note_ends(self, tenant: int) -> None:
+        """Note that the times at which the pins of the tenant's owners end have changed."""
+        if self.is_followed:
+            self._note_key(tenant, _ENDS)
 
     def _note_key(self, tenant: int, key: bytes) -> None:
         self.changed.add((tenant, key))
@@ -151,6 +158,11 @@ class LaterTerms:
         while some := list(islice(blocks, STEP_ENTRIES)):
             stored, gone = [], []
             for tenant, key in some:
+                if key == _ENDS:
+                    ends = self._ends(tenant)
+                    stored += [(self._key(tenant, key), ends)] if ends else []
+                    gone += [] if ends else [self._key(tenant, key)]
+                    continue
                 row, name = self._residency.find_any(tenant, key), self._key(tenant, key)
                 if row >= 0 and self._has_terms(row):
                     stored.append((name, self._value(row)))
@@ -168,6 +180,7 @@ class LaterTerms:
 
     def _all_blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield every block that has later terms, as in `changed`; the index may change meanwhile."""
+        yield from dict.fromkeys((tenant, _ENDS) for tenant, _ in self._pins.ends)
         residency, column = self._residency, self._residency.rows.optional.view("later_terms")
         rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
         del column  # no view of a column is kept over a pause
@@ -191,11 +204,14 @@ class LaterTerms:
         return self._residency.tenants[tenant].name.encode() + key
 
     def _value(self, row: int) -> bytes:
-        residency, expires_s = self._residency, self._residency.expires_s(row)
-        if expires_s:  # rounded down, as everywhere: no block lives longer
-            expires_s = min(max((expires_s * NS_PER_S + self._ahead_ns()) // NS_PER_S, 1), _EXPIRY_MAX)
-        scope = residency.rows.optional.get("later_terms", row)
-        return _TERMS.pack(expires_s, residency.priority(row), scope) + "\n".join(self._owners(row)).encode()
+        residency, scope = self._residency, self._residency.rows.optional.get("later_terms", row)
+        expires_s = _moved(residency.expires_s(row), self._ahead_ns())
+        return _TERMS.pack(expires_s, residency.priority(row), scope) + "\n".join(self._pins.names(row)).encode()
+
+    def _ends(self, tenant: int) -> bytes:
+        """Return the times at which the pins of owners of `tenant` end, in the form in which they are saved."""
+        ends = [(owner, ends_s) for (number, owner), ends_s in self._pins.ends.items() if number == tenant]
+        return "\n".join(f"{_moved(ends_s, self._ahead_ns())} {owner}" for owner, ends_s in ends).encode()
 
     # What was saved
 
@@ -206,24 +222,40 @@ class LaterTerms:
         residency, ahead_ns = self._residency, self._ahead_ns()
         numbers = {index.name.encode(): number for number, index in enumerate(residency.tenants)}
         for name, value in entries:
+            if name in numbers:  # an entry of `found_ends`
+                continue
             tenant, key = numbers.get(name[:-KEY_BYTES], -1), name[-KEY_BYTES:]
             if (tenant, key) in self.changed:
                 continue
             row = residency.find(tenant, key) if tenant >= 0 else -1
             if row >= 0 and (terms := terms_in(value)) is not None:
-                expires_s = terms.expires_s
-                if expires_s:  # what has expired meanwhile stays expired
-                    expires_s = min(max((expires_s * NS_PER_S - ahead_ns) // NS_PER_S, 1), _EXPIRY_MAX)
                 residency.rows.optional.set("later_terms", row, terms.scope)
-                yield row, terms._replace(expires_s=expires_s)
+                yield row, terms._replace(expires_s=_moved(terms.expires_s, -ahead_ns))
             elif self.sees_all and tenant >= 0:
                 self._note_key(tenant, key)
             elif self.sees_all:
                 self.is_whole = True
 
+    def found_ends(self, entries: Sequence[Entry]) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield the number of each tenant in the saved `entries` whose owners' pins end at a time, and for each such
+        owner the second of the monotonic clock."""
+        numbers = {index.name.encode(): number for number, index in enumerate(self._residency.tenants)}
+        for name, value in entries:
+            tenant = numbers.get(name, -1)
+            if tenant >= 0 and (tenant, _ENDS) not in self.changed:
+                words = [line.partition(" ") for line in value.decode(errors="replace").split("\n")]
+                ends = {owner: int(ends_s) for ends_s, _, owner in words if ends_s.isdecimal()}
+                yield tenant, {owner: _moved(ends_s, -self._ahead_ns()) for owner, ends_s in ends.items()}
+
     def _ahead_ns(self) -> int:
         """Return the wall clock minus the monotonic clock, in nanoseconds."""
         return self._clock.wall_ns() - self._clock.monotonic_ns()
+
+
+def _moved(time_s: int, ahead_ns: int) -> int:
+    """Return the time `time_s`, in whole seconds, by a clock that is ahead by `ahead_ns`; 0 for 0, which is never. It
+    is rounded down, so that no block lives longer, and what has expired stays expired."""
+    return min(max((time_s * NS_PER_S + ahead_ns) // NS_PER_S, 1), _EXPIRY_MAX) if time_s else 0
 
 
 def terms_in(value: bytes) -> SavedTerms | None:

@@ -3,19 +3,16 @@
 A put, a tenant's default and a touch give blocks a time to live, a priority and pins (`Terms`); the optional columns of
 the index hold them. docs/policies.md has the table of the consequences, and a test runs that table against the store.
 
-Invariants: no later request finds a block whose time is over, even before the block is removed. The block is removed
-with all its copies, pinned or not, as soon as no copy of it is being made. A reader that has a lease keeps the bytes. A
-pinned block is not evicted; the pinned bytes of each tenant are bounded. While no block has an expiry, no block is
-looked at and no clock is read.
+Invariants: no later request finds a block whose time is over, even before the block is removed. No block expires before
+a stored block that continues it and needs it. An expired block is removed with all its copies, pinned or not, as soon
+as no copy of it is being made and all saved terms are read. A reader that has a lease keeps the bytes. A pinned block
+is not evicted. While no block has an expiry, no block is looked at and no clock is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import or_
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -29,15 +26,15 @@ from kvstored.lifecycle import Cause
 from kvstored.store.idle import IdleCopies
 from kvstored.store.later_terms import ALL, PINS, Entry, LaterTerms
 from kvstored.store.movement import Ground
+from kvstored.store.pins import Pins
 from kvstored.store.policies.ranked import Priorities
 from kvstored.tier_set import ONLY
 
 log = logging.getLogger(__name__)
-OWNERS_MAX = 32  # of pins of one tenant: a bit each
-ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PART_ROWS = 1 << 16  # looked at in one tick: 30 µs
 MOST_A_TICK = 64
-PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
+MOST_BRANCHES = 16  # points where chains part that one change of an expiry looks behind
+_NEVER = 1 << 40  # later than every expiry, in place of the column's 0
 
 
 class Retention:
@@ -54,17 +51,14 @@ class Retention:
         discard: Sequence[Callable[[Slot, int], None]],
         is_coming: Callable[[int], bool],
     ) -> None:
-        self._residency, self._clock = ground.residency, ground.clock
-        self._counters, self._limits = ground.counters, ground.config.limits
-        self._host = cast(HostTier, ground.tiers[ground.residency.mapped])
+        self._residency, self._clock, self._counters = ground.residency, ground.clock, ground.counters
+        host = cast(HostTier, ground.tiers[ground.residency.mapped])
+        self.pins = Pins(ground.residency, ground.clock, ground.config.limits, host)
         self._columns = ground.residency.rows.optional.used
         self.priorities, self.idle = priorities, idle
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
-        self._coming_bytes: Counter[int] = Counter()  # by tenant, slots of blocks that a put under way will pin
-        self._coming_owners: Counter[tuple[int, str]] = Counter()  # puts under way that will pin, by tenant and owner
-        self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
-        self.later = LaterTerms(ground.residency, ground.clock, self.owners)
+        self.later = LaterTerms(ground.residency, ground.clock, self.pins)
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
         self.find_run, self.find_each = self._residency.find_run, self._residency.find_each
@@ -94,43 +88,18 @@ class Retention:
         """Remove the block `key` of `tenant` if it has expired, so that it can be stored again. Return False only when
         it has expired and cannot be removed now."""
         row = self._residency.find(tenant, key)
-        return row < 0 or not self.is_expired(row) or self._end(row)
+        return row < 0 or not self.is_expired(row) or self.end(row)
 
     # Terms
 
-    def check(self, tenant: int, terms: Terms, nbytes: int) -> None:
-        """Check that `tenant` may give blocks these `terms`. Raises KVStoreError for terms out of bounds, or for a pin
-        when the tenant may not pin `nbytes` more.
+    def check(self, tenant: int, terms: Terms, nbytes: int, rows: Sequence[int] = ()) -> None:
+        """Check that `tenant` may give these `terms` to the stored blocks `rows`, and to new blocks whose slots have
+        `nbytes`. Raises KVStoreError for terms out of bounds, or for more pinned bytes than are allowed.
         """
         if mistake := terms.mistake():
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
-            self._bit_of(tenant, terms.pin)
-            pinned_bytes = self._residency.pinned_bytes[tenant] + self._coming_bytes[tenant]
-            # DRAM may have been resized, or be on its way to less.
-            dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)
-            limit_bytes = min(self._limits.pinned_per_tenant_bytes, dram_bytes // PINNED_SHARE)
-            if pinned_bytes + nbytes > limit_bytes:
-                raise KVStoreError(
-                    ErrorKind.TOO_LARGE,
-                    f"the tenant has pinned {pinned_bytes} bytes, and {nbytes} more are over "
-                    f"limits.pinned_per_tenant, or half of DRAM, {limit_bytes}: unpin some",
-                )
-
-    def hold(self, tenant: int, terms: Terms, nbytes: int) -> Callable[[], None]:
-        """Reserve the pinned bytes and the pin owner for a put that `check` allowed, whose new slots have `nbytes` in
-        all. Return a function that ends the reservation; call it once, when the blocks are stored or given up."""
-        if not terms.pin:
-            return lambda: None
-
-        def count(sign: int) -> None:
-            self._coming_bytes[tenant] += sign * nbytes
-            self._coming_owners[tenant, terms.pin] += sign
-            if not self._coming_owners[tenant, terms.pin]:
-                del self._coming_owners[tenant, terms.pin]
-
-        count(1)
-        return partial(count, -1)
+            self.pins.check(tenant, terms.pin, nbytes, rows)
 
     def of_new(self, tenant: int, terms: Terms) -> Terms:
         """Return `terms` with the defaults of `tenant` in place of a time to live or priority that is not given."""
@@ -142,14 +111,17 @@ class Retention:
 
     def stored(self, rows: Sequence[int], terms: Terms) -> None:
         """Set the terms of the new blocks `rows`. `terms` contain the tenant's defaults already. Headers have all terms
-        but pins, which are noted to be saved.
+        but pins, and but the longer life that a block gets from those that continue it; these are noted to be saved.
         """
         if terms != NO_TERMS:
             self._set(rows, terms)
-        residency, later = self._residency, self.later
+        if terms.ttl_s is None and "expires_s" in self._columns:
+            self._renew_above(rows)
+        residency, later, expires_s = self._residency, self.later, self._expiry(terms.ttl_s or 0)
         mask, only = residency.rows.mask, ONLY[residency.mapped]
         for row in rows if later.is_followed else ():
-            if mask[row] != only and residency.terms_of(row) != (0, 0, 0):  # another copy's header has other terms
+            is_in_another = mask[row] != only and residency.terms_of(row) != (0, 0, 0)
+            if is_in_another or residency.expires_s(row) != expires_s:  # the header has other terms
                 later.note(row, ALL)
             elif scope := residency.rows.optional.get("later_terms", row):
                 later.note(row, scope)
@@ -164,20 +136,19 @@ class Retention:
         if terms == NO_TERMS:
             return
         residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)
+        longer, as_long, ranks = list[int](), list[int](), terms.priority is not None
         for row in rows:
             before_s = residency.expires_s(row)
-            is_later = before_s and (not expires_s or expires_s > before_s)
-            self.change(
-                (row,),
-                terms._replace(
-                    ttl_s=terms.ttl_s if is_later else None,
-                    priority=max(residency.priority(row), terms.priority or 0) if terms.priority is not None else None,
-                ),
-            )
+            is_later = terms.ttl_s is not None and before_s and (not expires_s or expires_s > before_s)
+            (longer if is_later else as_long).append(row)
+            if ranks and (terms.priority or 0) > residency.priority(row):
+                self.change((row,), Terms(priority=terms.priority))
+        self.change(longer, terms._replace(priority=None))
+        self.change(as_long, terms._replace(priority=None, ttl_s=None))
 
     def change(self, rows: Sequence[int], terms: Terms) -> None:
-        """Set the terms of the blocks `rows` to `terms`: the expiry may become sooner or later, the priority lower or
-        higher.
+        """Set the terms of the blocks `rows`, parents before children, to `terms`: the expiry may become sooner or
+        later, the priority lower or higher. No block expires before those that continue it.
         """
         facts = self._residency.terms_of
         before = [facts(row) for row in rows] if self.later.is_followed else []
@@ -189,19 +160,101 @@ class Retention:
     def _set(self, rows: Sequence[int], terms: Terms) -> None:
         now_ns = self._clock.monotonic_ns()
         if terms.ttl_s is not None:
-            expires_s = self._expiry(terms.ttl_s)
-            self._hide_expired()
-            for row in rows:
-                self._residency.rows.optional.set("expires_s", row, expires_s)
+            self._set_expiry(rows, self._expiry(terms.ttl_s))
+            if "expires_s" in self._columns:
+                self._hide_expired()
         if terms.priority is not None:
             for row in rows:
                 self.priorities.set(row, terms.priority, now_ns)
-        if terms.pin or terms.unpin:
-            for row in rows:
-                tenant = self._residency.tenant_of(row)
-                owners = self._residency.pinned_by(row)
-                owners &= ~self._bit_of(tenant, terms.unpin, is_new=False)
-                self._residency.set_owners(row, owners | self._bit_of(tenant, terms.pin))
+        if (terms.pin or terms.unpin) and rows:
+            self.pins.set(rows, terms.pin, terms.unpin, terms.pin_ttl_s)
+            if self.later.is_followed and terms.pin_ttl_s is not None:
+                self.later.note_ends(self._residency.tenant_of(rows[0]))
+
+    # Chains
+
+    def _set_expiry(self, rows: Sequence[int], expires_s: int) -> None:
+        """Let the blocks `rows` expire at `expires_s`, or with the last of those that continue them; and let the blocks
+        before them live as long."""
+        residency, optional = self._residency, self._residency.rows.optional
+        above = [residency.parent(row) for row in rows]
+        inner = set(above)
+        needs = dict.fromkeys(rows, 0)  # until when the blocks that continue it need it
+        if expires_s:
+            self._add_needs(needs, [row for row in rows if residency.dependents(row) > (row in inner)])
+        for row, parent in zip(reversed(rows), reversed(above), strict=True):
+            until_s = max(expires_s or _NEVER, needs[row])
+            optional.set("expires_s", row, until_s % _NEVER)
+            if parent in needs and not residency.stands_alone(parent):
+                needs[parent] = max(needs[parent], until_s)
+        self._renew_above(rows)
+
+    def _add_needs(self, needs: dict[int, int], rows: list[int]) -> None:
+        """Add to `needs` until when each of `rows` is needed by blocks that continue it and are not in `needs`. Each
+        takes a look at the whole index (0.4 ms for a million blocks); of very many, the last need to live as before."""
+        column = self._residency.rows.optional.view("expires_s")
+        parents, mask = np.frombuffer(self._residency.rows.parent, np.int32), self._residency.rows.mask
+        now_s = self._clock.monotonic_ns() // NS_PER_S
+        for row in rows[:MOST_BRANCHES]:
+            children = [
+                child for child in np.flatnonzero(parents == row).tolist() if mask[child] and child not in needs
+            ]
+            until_s = [_NEVER if column is None else int(column[child]) or _NEVER for child in children]
+            needs[row] = max((each for each in until_s if each > now_s), default=0)
+        for row in rows[MOST_BRANCHES:]:
+            needs[row] = self._residency.expires_s(row) or _NEVER
+
+    def _renew_above(self, rows: Sequence[int]) -> None:
+        """Let the blocks before each of `rows` live as long as it."""
+        among = set(rows)
+        for row in rows:
+            if (parent := self._residency.parent(row)) not in among:
+                self._renew(parent, self._residency.expires_s(row) or _NEVER)
+
+    def _renew(self, row: int, until_s: int, *, at_start: bool = False) -> None:
+        """Let the block at `row` and those before it live until `until_s` at least. What has expired stays expired, but
+        `at_start`, and ends the walk, as does a block that is not stored."""
+        residency = self._residency
+        while row >= 0 and residency.tier_mask(row) and not residency.stands_alone(row):
+            if self.is_expired(row) and not at_start:
+                return
+            if (residency.expires_s(row) or _NEVER) >= until_s:
+                return
+            residency.rows.optional.set("expires_s", row, until_s % _NEVER)
+            if self.later.is_followed:
+                self.later.note(row, ALL)
+            row = residency.parent(row)
+
+    def end_all_at(self, rows: Sequence[int], ttl_s: int) -> None:
+        """Let the blocks `rows`, in any order, expire `ttl_s` seconds from now, or never for 0. Call `settle_chains`
+        next: they may be needed for longer."""
+        expires_s = self._expiry(ttl_s)
+        for row in rows:
+            self._residency.rows.optional.set("expires_s", row, expires_s)
+            if self.later.is_followed:
+                self.later.note(row, ALL)
+        if "expires_s" in self._columns:
+            self._hide_expired()
+
+    def settle_chains(self, *, at_start: bool = False) -> Iterator[None]:
+        """Let each block live as long as those that continue it, in steps of some 2 ms. At the start, when headers and
+        saved terms may not agree, also what has expired."""
+        for first in range(0, self._residency.rows.capacity, PART_ROWS):
+            column = self._residency.rows.optional.view("expires_s")
+            if column is None:
+                return
+            part = slice(first, first + PART_ROWS)
+            parents = np.frombuffer(self._residency.rows.parent, np.int32)[part]
+            mask = np.frombuffer(self._residency.rows.mask, np.uint8)[part]
+            own_s = np.where(column[part] == 0, _NEVER, column[part].astype(np.int64))
+            above_s = column[parents].astype(np.int64)
+            shorter = np.flatnonzero((parents >= 0) & (mask != 0) & (above_s != 0) & (above_s < own_s)) + first
+            del column, parents, mask  # no view is kept while columns change
+            for row in shorter.tolist():
+                if not self.is_expired(row):
+                    until_s = self._residency.expires_s(row) or _NEVER
+                    self._renew(self._residency.parent(row), until_s, at_start=at_start)
+            yield
 
     def kept(self, terms: Terms) -> int:
         """Return the header word that encodes expiry and priority of `terms` for blocks stored now
@@ -212,32 +265,25 @@ class Retention:
         expires_s = self._clock.wall_ns() // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
         return kept_word(expires_s, terms.priority or 0)
 
-    def owners(self, row: int) -> list[str]:
-        """Return the names of the owners that have pinned the block at `row`."""
-        bits = self._residency.pinned_by(row)
-        names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
-        return [name for bit, name in enumerate(names) if bits >> bit & 1]
-
-    def unpin_all(self, tenant: int, owner: str = "") -> int:
-        """Remove the pins of `owner` on blocks of `tenant`, or of all its owners (""). Return the number of blocks that
-        lost one.
+    def unpin_all(self, tenant: int, owner: str = "") -> Iterable[int]:
+        """End the pins of `owner` on blocks of `tenant`, or of all its owners (""), in steps of a millisecond. Yield
+        how many blocks lost one in each step.
         """
-        bits = self._bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
-        rows = [row for row in self._pinned_rows(tenant) if self._residency.pinned_by(row) & bits]
-        for row in rows:
-            self._residency.set_owners(row, self._residency.pinned_by(row) & ~bits)
-            if self.later.is_followed:
+        for rows in self.pins.steps_to_unpin(tenant, owner):
+            for row in rows if self.later.is_followed else ():
                 self.later.note(row, PINS)
-        return len(rows)
+            yield len(rows)
 
     def restore(self, entries: Sequence[Entry]) -> None:
         """Give blocks the terms in the saved `entries`, in place of the terms in their headers."""
         now_ns = self._clock.monotonic_ns()
+        for tenant, ends in self.later.found_ends(entries):
+            self.pins.ends |= {(tenant, owner): ends_s for owner, ends_s in ends.items()}
         for row, terms in self.later.found(entries):
             tenant, bits = self._residency.tenant_of(row), 0
             for owner in terms.owners:
                 try:
-                    bits |= self._bit_of(tenant, owner)
+                    bits |= self.pins.bit_of(tenant, owner)
                 except KVStoreError as error:
                     log.warning("a pin of %s is lost: %s", owner, error)
             if terms.scope == ALL:
@@ -247,45 +293,10 @@ class Retention:
         if "expires_s" in self._columns:
             self._hide_expired()
 
-    def _pinned_rows(self, tenant: int) -> list[int]:
-        """Return the rows of the tenant's blocks that have an owner's pin."""
-        column = self._residency.rows.optional.view("pinned_by")
-        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
-        found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
-        return found
-
     def _expiry(self, ttl_s: int) -> int:
         """Return the second of the monotonic clock at which a block expires that lives for `ttl_s` seconds from now on,
         rounded down; 0 for a `ttl_s` of 0."""
         return self._clock.monotonic_ns() // NS_PER_S + ttl_s if ttl_s else 0
-
-    def _bit_of(self, tenant: int, owner: str, *, is_new: bool = True) -> int:
-        """Return the bit of `owner` among the tenant's owners of pins; 0 when `owner` is "" or unknown and not
-        `is_new`. Raises KVStoreError when the tenant has `OWNERS_MAX` owners already."""
-        names = self._owners.setdefault(tenant, [])
-        if owner and owner in names:  # "" is the name of a bit that was freed
-            return 1 << names.index(owner)
-        if not owner or not is_new:
-            return 0
-        if len(names) == OWNERS_MAX:
-            self._forget_owner(tenant, names)
-        if "" in names:
-            names[names.index("")] = owner
-        else:
-            names.append(owner)
-        return 1 << names.index(owner)
-
-    def _forget_owner(self, tenant: int, names: list[str]) -> None:
-        """Free the bits of owners that have no pin any more, and that no put under way will pin for. Raises
-        KVStoreError when there is no such owner."""
-        held = reduce(or_, map(self._residency.pinned_by, self._pinned_rows(tenant)), 0)
-        for bit in range(OWNERS_MAX):
-            if not held >> bit & 1 and not self._coming_owners[tenant, names[bit]]:
-                names[bit] = ""
-        if "" not in names:
-            raise KVStoreError(
-                ErrorKind.TOO_LARGE, f"{OWNERS_MAX} owners have pins of this tenant, no more can: let one unpin all"
-            )
 
     # Time
 
@@ -293,6 +304,14 @@ class Retention:
         """Remove a bounded number of expired blocks. Return True when more can be removed at once."""
         now_ns = self._clock.monotonic_ns()
         self.idle.tick(now_ns)
+        for tenant, owner in self.pins.due():
+            for _ in self.unpin_all(tenant, owner):
+                if self.pins.rows_of(tenant, owner):
+                    return True
+            del self.pins.ends[tenant, owner]
+            self.later.note_ends(tenant)
+        if self.later.is_pending:  # saved terms may let a block live that has expired by its header
+            return False
         column = self._residency.rows.optional.view("expires_s")
         if column is None:
             return False
@@ -305,21 +324,23 @@ class Retention:
         ended = 0
         for token in tokens:
             row = self._residency.current(token)
-            ended += row >= 0 and self._end(row)
+            ended += row >= 0 and self.end(row)
             if ended == MOST_A_TICK:
                 return True
         self._hand = first + PART_ROWS
         return False
 
-    def _end(self, row: int) -> bool:
-        """Remove a block whose time is over from every tier. Return False while a copy of it is being made."""
+    def end(self, row: int, cause: Cause = Cause.EXPIRED) -> bool:
+        """Remove a block from every tier, whoever leased or pinned it: its time is over, or no client may ask for it
+        any more. Return False while a copy of it is being made."""
         residency = self._residency
         if residency.being_filled(row) or self._is_coming(residency.token(row)):
             return False
         tenant, orphans = residency.tenant_of(row), residency.dependents(row)
-        for taken in residency.remove(row, Cause.EXPIRED, self._clock.monotonic_ns()):
+        for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
             self._discard[taken.tier](taken.slot, tenant)
-        self._counters.add("expired_blocks")
+        if cause is Cause.EXPIRED:
+            self._counters.add("expired_blocks")
         if orphans:
             self._counters.add("orphaned_blocks", orphans)
         return True

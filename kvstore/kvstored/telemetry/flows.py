@@ -58,11 +58,12 @@ class TierFlow:
 @dataclass(slots=True)
 class TenantFlow:
     """The traffic of one tenant, as numbers of blocks and bytes. `hit_blocks` were leased to it; `missed_blocks` were
-    wanted by a lookup or get and were not stored."""
+    wanted by a lookup or get and were not stored. `refused_requests` were too many at once."""
 
     lookups: int = 0
     hit_blocks: int = 0
     missed_blocks: int = 0
+    refused_requests: int = 0
 
 
 class Flows:

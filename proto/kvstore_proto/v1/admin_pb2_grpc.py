@@ -135,6 +135,21 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.StateReply.FromString,
                 _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/kvstore.v1.Admin/SetTenant',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.FromString,
+                _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/kvstore.v1.Admin/Keep',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.FromString,
+                _registered_method=True)
+        self.Versions = channel.unary_unary(
+                '/kvstore.v1.Admin/Versions',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -260,6 +275,24 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Keep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Versions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -362,6 +395,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.State,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.StateReply.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.SerializeToString,
+            ),
+            'Versions': grpc.unary_unary_rpc_method_handler(
+                    servicer.Versions,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -904,6 +952,87 @@ class Admin(object):
             '/kvstore.v1.Admin/State',
             kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.StateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/SetTenant',
+            kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Keep',
+            kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Versions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Versions',
+            kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -129,6 +129,21 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.StateReply,
     ]
 
+    SetTenant: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.SetTenantRequest,
+        kvstore_proto.v1.admin_pb2.SetTenantReply,
+    ]
+
+    Keep: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.KeepRequest,
+        kvstore_proto.v1.admin_pb2.KeepReply,
+    ]
+
+    Versions: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.VersionsRequest,
+        kvstore_proto.v1.admin_pb2.VersionsReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -228,6 +243,21 @@ class AdminAsyncStub:
     State: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StateRequest,
         kvstore_proto.v1.admin_pb2.StateReply,
+    ]
+
+    SetTenant: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.SetTenantRequest,
+        kvstore_proto.v1.admin_pb2.SetTenantReply,
+    ]
+
+    Keep: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.KeepRequest,
+        kvstore_proto.v1.admin_pb2.KeepReply,
+    ]
+
+    Versions: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.VersionsRequest,
+        kvstore_proto.v1.admin_pb2.VersionsReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -370,5 +400,26 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.StateRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.StateReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.StateReply]]: ...
+
+    @abc.abstractmethod
+    def SetTenant(
+        self,
+        request: kvstore_proto.v1.admin_pb2.SetTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.SetTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.SetTenantReply]]: ...
+
+    @abc.abstractmethod
+    def Keep(
+        self,
+        request: kvstore_proto.v1.admin_pb2.KeepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.KeepReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.KeepReply]]: ...
+
+    @abc.abstractmethod
+    def Versions(
+        self,
+        request: kvstore_proto.v1.admin_pb2.VersionsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.VersionsReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.VersionsReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore_proto.v1 import kvstore_pb2 as kvstore__proto_dot_v1_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvstore_proto/v1/handshake.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"\xd9\x01\n\x0c\x43lientPacket\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12)\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.ArenaRequestH\x00\x12\x36\n\x0clookup_index\x18\x03 \x01(\x0b\x32\x1e.kvstore.v1.LookupIndexRequestH\x00\x12\x38\n\rdirect_stream\x18\x04 \x01(\x0b\x32\x1f.kvstore.v1.DirectStreamRequestH\x00\x42\x08\n\x06packet\"\xfd\x01\n\x0c\x44\x61\x65monPacket\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12\'\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.ArenaGrantH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.ErrorH\x00\x12\x34\n\x0clookup_index\x18\x04 \x01(\x0b\x32\x1c.kvstore.v1.LookupIndexGrantH\x00\x12\x36\n\rdirect_stream\x18\x05 \x01(\x0b\x32\x1d.kvstore.v1.DirectStreamGrantH\x00\x42\x08\n\x06packet\"\xc2\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x15\n\rstaging_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x66ormer_token\x18\x05 \x01(\x0c\x12\x17\n\x0f\x64\x65vice_identity\x18\x07 \x01(\x06\x12\x15\n\raccepts_lossy\x18\x08 \x01(\x08J\x04\x08\x06\x10\x07R\x12maps_device_memory\"\xf6\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rsession_token\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05roots\x18\x04 \x03(\x0c\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x06 \x01(\r\x12\x14\n\x0c\x64\x61\x65mon_epoch\x18\x07 \x01(\x0c\x12\x13\n\x0b\x64\x61ta_socket\x18\x08 \x01(\t\x12\x10\n\x08max_keys\x18\t \x01(\r\x12\x17\n\x0fmax_block_bytes\x18\n \x01(\x04\x12\x11\n\tarena_ids\x18\x0b \x03(\r\x12\x14\n\x0clookup_index\x18\x0c \x01(\x08\x12\x13\n\x0b\x61rena_epoch\x18\r \x01(\x0c\x12\x11\n\tlease_ids\x18\x0e \x03(\x04\x12\x15\n\rdirect_stream\x18\x0f \x01(\x08\x12\x14\n\x0cput_in_place\x18\x10 \x01(\x08\x12\x1a\n\x12writable_arena_ids\x18\x11 \x03(\r\"2\n\x0c\x41renaRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x10\n\x08writable\x18\x02 \x01(\x08\"D\n\nArenaGrant\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"\x14\n\x12LookupIndexRequest\"6\n\x10LookupIndexGrant\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x15\n\x13\x44irectStreamRequest\"\x13\n\x11\x44irectStreamGrantb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvstore_proto/v1/handshake.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"\xd9\x01\n\x0c\x43lientPacket\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12)\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.ArenaRequestH\x00\x12\x36\n\x0clookup_index\x18\x03 \x01(\x0b\x32\x1e.kvstore.v1.LookupIndexRequestH\x00\x12\x38\n\rdirect_stream\x18\x04 \x01(\x0b\x32\x1f.kvstore.v1.DirectStreamRequestH\x00\x42\x08\n\x06packet\"\xfd\x01\n\x0c\x44\x61\x65monPacket\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12\'\n\x05\x61rena\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.ArenaGrantH\x00\x12$\n\x07refused\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.ErrorH\x00\x12\x34\n\x0clookup_index\x18\x04 \x01(\x0b\x32\x1c.kvstore.v1.LookupIndexGrantH\x00\x12\x36\n\rdirect_stream\x18\x05 \x01(\x0b\x32\x1d.kvstore.v1.DirectStreamGrantH\x00\x42\x08\n\x06packet\"\xd0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x15\n\rstaging_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x66ormer_token\x18\x05 \x01(\x0c\x12\x17\n\x0f\x64\x65vice_identity\x18\x07 \x01(\x06\x12\x0c\n\x04pool\x18\t \x01(\t\x12\x15\n\raccepts_lossy\x18\x08 \x01(\x08J\x04\x08\x06\x10\x07R\x12maps_device_memory\"\xf6\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rsession_token\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05roots\x18\x04 \x03(\x0c\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x06 \x01(\r\x12\x14\n\x0c\x64\x61\x65mon_epoch\x18\x07 \x01(\x0c\x12\x13\n\x0b\x64\x61ta_socket\x18\x08 \x01(\t\x12\x10\n\x08max_keys\x18\t \x01(\r\x12\x17\n\x0fmax_block_bytes\x18\n \x01(\x04\x12\x11\n\tarena_ids\x18\x0b \x03(\r\x12\x14\n\x0clookup_index\x18\x0c \x01(\x08\x12\x13\n\x0b\x61rena_epoch\x18\r \x01(\x0c\x12\x11\n\tlease_ids\x18\x0e \x03(\x04\x12\x15\n\rdirect_stream\x18\x0f \x01(\x08\x12\x14\n\x0cput_in_place\x18\x10 \x01(\x08\x12\x1a\n\x12writable_arena_ids\x18\x11 \x03(\r\"2\n\x0c\x41renaRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x10\n\x08writable\x18\x02 \x01(\x08\"D\n\nArenaGrant\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"\x14\n\x12LookupIndexRequest\"6\n\x10LookupIndexGrant\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x15\n\x13\x44irectStreamRequest\"\x13\n\x11\x44irectStreamGrantb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DAEMONPACKET']._serialized_start=301
   _globals['_DAEMONPACKET']._serialized_end=554
   _globals['_HELLO']._serialized_start=557
-  _globals['_HELLO']._serialized_end=751
-  _globals['_WELCOME']._serialized_start=754
-  _globals['_WELCOME']._serialized_end=1128
-  _globals['_ARENAREQUEST']._serialized_start=1130
-  _globals['_ARENAREQUEST']._serialized_end=1180
-  _globals['_ARENAGRANT']._serialized_start=1182
-  _globals['_ARENAGRANT']._serialized_end=1250
-  _globals['_LOOKUPINDEXREQUEST']._serialized_start=1252
-  _globals['_LOOKUPINDEXREQUEST']._serialized_end=1272
-  _globals['_LOOKUPINDEXGRANT']._serialized_start=1274
-  _globals['_LOOKUPINDEXGRANT']._serialized_end=1328
-  _globals['_DIRECTSTREAMREQUEST']._serialized_start=1330
-  _globals['_DIRECTSTREAMREQUEST']._serialized_end=1351
-  _globals['_DIRECTSTREAMGRANT']._serialized_start=1353
-  _globals['_DIRECTSTREAMGRANT']._serialized_end=1372
+  _globals['_HELLO']._serialized_end=765
+  _globals['_WELCOME']._serialized_start=768
+  _globals['_WELCOME']._serialized_end=1142
+  _globals['_ARENAREQUEST']._serialized_start=1144
+  _globals['_ARENAREQUEST']._serialized_end=1194
+  _globals['_ARENAGRANT']._serialized_start=1196
+  _globals['_ARENAGRANT']._serialized_end=1264
+  _globals['_LOOKUPINDEXREQUEST']._serialized_start=1266
+  _globals['_LOOKUPINDEXREQUEST']._serialized_end=1286
+  _globals['_LOOKUPINDEXGRANT']._serialized_start=1288
+  _globals['_LOOKUPINDEXGRANT']._serialized_end=1342
+  _globals['_DIRECTSTREAMREQUEST']._serialized_start=1344
+  _globals['_DIRECTSTREAMREQUEST']._serialized_end=1365
+  _globals['_DIRECTSTREAMGRANT']._serialized_start=1367
+  _globals['_DIRECTSTREAMGRANT']._serialized_end=1386
 # @@protoc_insertion_point(module_scope)

@@ -97,6 +97,7 @@ class Hello(google.protobuf.message.Message):
     STAGING_BYTES_FIELD_NUMBER: builtins.int
     FORMER_TOKEN_FIELD_NUMBER: builtins.int
     DEVICE_IDENTITY_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
     ACCEPTS_LOSSY_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     client_name: builtins.str
@@ -108,8 +109,12 @@ class Hello(google.protobuf.message.Message):
     """session_token of the connection before, if there was one: what it held may still stand"""
     device_identity: builtins.int
     """leases may name chunks of memory of this CUDA device (arena ids from 2^31 on), which this"""
-    accepts_lossy: builtins.bool
+    pool: builtins.str
     """client imports: the first 8 bytes of its UUID, little-endian (if they are 0, 1); 0: none
+    the session is about this shared pool's blocks, not about the caller's own; its readers get
+    """
+    accepts_lossy: builtins.bool
+    """no staging memory and can change nothing there
     lossy copies may be made of what this client puts, and be leased to it; false: exact alone
     """
     def __init__(
@@ -121,9 +126,10 @@ class Hello(google.protobuf.message.Message):
         staging_bytes: builtins.int = ...,
         former_token: builtins.bytes = ...,
         device_identity: builtins.int = ...,
+        pool: builtins.str = ...,
         accepts_lossy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepts_lossy", b"accepts_lossy", "client_name", b"client_name", "device_identity", b"device_identity", "fingerprint", b"fingerprint", "former_token", b"former_token", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_lossy", b"accepts_lossy", "client_name", b"client_name", "device_identity", b"device_identity", "fingerprint", b"fingerprint", "former_token", b"former_token", "pool", b"pool", "protocol_version", b"protocol_version", "staging_bytes", b"staging_bytes"]) -> None: ...
 
 global___Hello = Hello
 

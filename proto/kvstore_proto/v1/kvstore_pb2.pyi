@@ -340,6 +340,7 @@ class Request(google.protobuf.message.Message):
     HINT_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
     RESERVE_SLOTS_FIELD_NUMBER: builtins.int
+    BUMP_WEIGHTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -370,6 +371,8 @@ class Request(google.protobuf.message.Message):
 
     @property
     def reserve_slots(self) -> global___ReserveSlots: ...
+    @property
+    def bump_weights(self) -> global___BumpWeights: ...
     def __init__(
         self,
         *,
@@ -387,10 +390,11 @@ class Request(google.protobuf.message.Message):
         hint: global___Hint | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainRequest | None = ...,
         reserve_slots: global___ReserveSlots | None = ...,
+        bump_weights: global___BumpWeights | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots", "bump_weights"] | None: ...
 
 global___Request = Request
 
@@ -412,6 +416,7 @@ class Response(google.protobuf.message.Message):
     HINT_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
     RESERVE_SLOTS_FIELD_NUMBER: builtins.int
+    BUMP_WEIGHTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -439,6 +444,8 @@ class Response(google.protobuf.message.Message):
     def explain(self) -> kvstore_proto.v1.explain_pb2.ExplainReply: ...
     @property
     def reserve_slots(self) -> global___ReserveSlotsReply: ...
+    @property
+    def bump_weights(self) -> global___BumpWeightsReply: ...
     def __init__(
         self,
         *,
@@ -456,10 +463,11 @@ class Response(google.protobuf.message.Message):
         hint: global___HintReply | None = ...,
         explain: kvstore_proto.v1.explain_pb2.ExplainReply | None = ...,
         reserve_slots: global___ReserveSlotsReply | None = ...,
+        bump_weights: global___BumpWeightsReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain", "reserve_slots"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain", "reserve_slots", "bump_weights"] | None: ...
 
 global___Response = Response
 
@@ -830,6 +838,7 @@ class Terms(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
     UNPIN_FIELD_NUMBER: builtins.int
+    PIN_TTL_S_FIELD_NUMBER: builtins.int
     ttl_s: builtins.int
     """expires after so many seconds, at most 10 years; 0 = never. Expired is never served"""
     priority: builtins.int
@@ -838,6 +847,8 @@ class Terms(google.protobuf.message.Message):
     """an owner, up to 64 characters, for whom the blocks are not evicted until it unpins them"""
     unpin: builtins.str
     """an owner whose pins end"""
+    pin_ttl_s: builtins.int
+    """all pins of `pin` end so many seconds from now; 0 = never"""
     def __init__(
         self,
         *,
@@ -845,15 +856,66 @@ class Terms(google.protobuf.message.Message):
         priority: builtins.int | None = ...,
         pin: builtins.str = ...,
         unpin: builtins.str = ...,
+        pin_ttl_s: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_priority", b"_priority", "_ttl_s", b"_ttl_s", "priority", b"priority", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_priority", b"_priority", "_ttl_s", b"_ttl_s", "pin", b"pin", "priority", b"priority", "ttl_s", b"ttl_s", "unpin", b"unpin"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_pin_ttl_s", b"_pin_ttl_s", "_priority", b"_priority", "_ttl_s", b"_ttl_s", "pin_ttl_s", b"pin_ttl_s", "priority", b"priority", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pin_ttl_s", b"_pin_ttl_s", "_priority", b"_priority", "_ttl_s", b"_ttl_s", "pin", b"pin", "pin_ttl_s", b"pin_ttl_s", "priority", b"priority", "ttl_s", b"ttl_s", "unpin", b"unpin"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pin_ttl_s", b"_pin_ttl_s"]) -> typing.Literal["pin_ttl_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___Terms = Terms
+
+@typing.final
+class BumpWeights(google.protobuf.message.Message):
+    """A trainer's, after it changed the weights of the namespace. Sessions of older versions end, and their blocks go. A
+    hello whose fingerprint has a newer version is a bump too; one with an older version is refused.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    weights: builtins.str
+    """the fingerprint's field, of the session's own tenant"""
+    version: builtins.int
+    """at least the newest so far; 0 = the next"""
+    def __init__(
+        self,
+        *,
+        weights: builtins.str = ...,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version", "weights", b"weights"]) -> None: ...
+
+global___BumpWeights = BumpWeights
+
+@typing.final
+class BumpWeightsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """the newest now"""
+    clients: builtins.int
+    """sessions that ended"""
+    blocks: builtins.int
+    """removed"""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        clients: builtins.int = ...,
+        blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "version", b"version"]) -> None: ...
+
+global___BumpWeightsReply = BumpWeightsReply
 
 @typing.final
 class Touch(google.protobuf.message.Message):

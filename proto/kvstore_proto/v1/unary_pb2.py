@@ -25,41 +25,41 @@ _sym_db = _symbol_database.Default()
 from kvstore_proto.v1 import kvstore_pb2 as kvstore__proto_dot_v1_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore_proto/v1/unary.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"\xbb\x01\n\x05\x43hain\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x65xtras\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0e\n\x06object\x18\t \x01(\t\x12\x15\n\robject_blocks\x18\n \x01(\r\x12\x15\n\raccepts_lossy\x18\x0b \x01(\x08J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"o\n\x12UnaryLookupRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12 \n\x05match\x18\x02 \x01(\x0e\x32\x11.kvstore.v1.Match\x12\x15\n\rwindow_blocks\x18\x03 \x01(\r\"\xdb\x01\n\x10UnaryLookupReply\x12\x15\n\rusable_blocks\x18\x01 \x01(\r\x12\'\n\x08statuses\x18\x02 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x03 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12#\n\x05tiers\x18\x04 \x03(\x0e\x32\x14.kvstore.v1.TierCode\x12\x0f\n\x07load_us\x18\x05 \x03(\r\x12\x15\n\rpayload_bytes\x18\x06 \x03(\x04\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\"\xad\x01\n\x0fUnaryPutRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x10\n\x08payloads\x18\x02 \x03(\x0c\x12.\n\ndurability\x18\x03 \x01(\x0e\x32\x1a.kvstore.v1.DurabilityMode\x12\x14\n\x0c\x61nswer_early\x18\x04 \x01(\x08\x12 \n\x05terms\x18\x05 \x01(\x0b\x32\x11.kvstore.v1.Terms\"\x8a\x01\n\rUnaryPutReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12*\n\ndurability\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.Durability\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"o\n\x0fUnaryGetRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x13\n\x0bmax_wait_ms\x18\x02 \x01(\r\x12\x12\n\nmax_blocks\x18\x03 \x01(\r\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"\xaf\x01\n\rUnaryGetReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x10\n\x08payloads\x18\x03 \x03(\x0c\x12\x17\n\x0fpromoted_blocks\x18\x04 \x01(\r\x12\x0e\n\x06\x65rrors\x18\x06 \x03(\x02\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\"N\n\x14UnaryPrefetchRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\"y\n\x12UnaryPrefetchReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"W\n\x11UnaryTouchRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12 \n\x05terms\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Terms\"v\n\x0fUnaryTouchReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"6\n\x12UnaryDeleteRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\"\x8e\x01\n\x10UnaryDeleteReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x15\n\rdeleted_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c*\xf4\x02\n\tKeyStatus\x12\x13\n\x0fKEY_STATUS_MISS\x10\x00\x12\x16\n\x12KEY_STATUS_PRESENT\x10\x01\x12\x13\n\x0fKEY_STATUS_SENT\x10\x02\x12\x16\n\x12KEY_STATUS_OMITTED\x10\x03\x12\x15\n\x11KEY_STATUS_STORED\x10\x04\x12\x17\n\x13KEY_STATUS_ORPHANED\x10\x05\x12\x16\n\x12KEY_STATUS_NO_ROOM\x10\x06\x12\x16\n\x12KEY_STATUS_PENDING\x10\x07\x12\x16\n\x12KEY_STATUS_REFUSED\x10\x08\x12\x18\n\x14KEY_STATUS_SCHEDULED\x10\t\x12\x16\n\x12KEY_STATUS_DELETED\x10\n\x12\x15\n\x11KEY_STATUS_IN_USE\x10\x0b\x12\x18\n\x14KEY_STATUS_CONTINUED\x10\x0c\x12\x19\n\x15KEY_STATUS_OVER_QUOTA\x10\r\x12\x17\n\x13KEY_STATUS_DECLINED\x10\x0e\x32\xaf\x03\n\x0cKVStoreUnary\x12\x46\n\x06Lookup\x12\x1e.kvstore.v1.UnaryLookupRequest\x1a\x1c.kvstore.v1.UnaryLookupReply\x12=\n\x03Put\x12\x1b.kvstore.v1.UnaryPutRequest\x1a\x19.kvstore.v1.UnaryPutReply\x12=\n\x03Get\x12\x1b.kvstore.v1.UnaryGetRequest\x1a\x19.kvstore.v1.UnaryGetReply\x12L\n\x08Prefetch\x12 .kvstore.v1.UnaryPrefetchRequest\x1a\x1e.kvstore.v1.UnaryPrefetchReply\x12\x43\n\x05Touch\x12\x1d.kvstore.v1.UnaryTouchRequest\x1a\x1b.kvstore.v1.UnaryTouchReply\x12\x46\n\x06\x44\x65lete\x12\x1e.kvstore.v1.UnaryDeleteRequest\x1a\x1c.kvstore.v1.UnaryDeleteReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore_proto/v1/unary.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"\xc9\x01\n\x05\x43hain\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\r\n\x05group\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x65xtras\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0e\n\x06object\x18\t \x01(\t\x12\x15\n\robject_blocks\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0c \x01(\t\x12\x15\n\raccepts_lossy\x18\x0b \x01(\x08J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"o\n\x12UnaryLookupRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12 \n\x05match\x18\x02 \x01(\x0e\x32\x11.kvstore.v1.Match\x12\x15\n\rwindow_blocks\x18\x03 \x01(\r\"\xdb\x01\n\x10UnaryLookupReply\x12\x15\n\rusable_blocks\x18\x01 \x01(\r\x12\'\n\x08statuses\x18\x02 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x03 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12#\n\x05tiers\x18\x04 \x03(\x0e\x32\x14.kvstore.v1.TierCode\x12\x0f\n\x07load_us\x18\x05 \x03(\r\x12\x15\n\rpayload_bytes\x18\x06 \x03(\x04\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\"\xad\x01\n\x0fUnaryPutRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x10\n\x08payloads\x18\x02 \x03(\x0c\x12.\n\ndurability\x18\x03 \x01(\x0e\x32\x1a.kvstore.v1.DurabilityMode\x12\x14\n\x0c\x61nswer_early\x18\x04 \x01(\x08\x12 \n\x05terms\x18\x05 \x01(\x0b\x32\x11.kvstore.v1.Terms\"\x8a\x01\n\rUnaryPutReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12*\n\ndurability\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.Durability\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"o\n\x0fUnaryGetRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x13\n\x0bmax_wait_ms\x18\x02 \x01(\r\x12\x12\n\nmax_blocks\x18\x03 \x01(\r\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"\xaf\x01\n\rUnaryGetReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x10\n\x08payloads\x18\x03 \x03(\x0c\x12\x17\n\x0fpromoted_blocks\x18\x04 \x01(\r\x12\x0e\n\x06\x65rrors\x18\x06 \x03(\x02\x12\x0c\n\x04keys\x18\x05 \x01(\x0c\"N\n\x14UnaryPrefetchRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\"y\n\x12UnaryPrefetchReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"W\n\x11UnaryTouchRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\x12 \n\x05terms\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Terms\"v\n\x0fUnaryTouchReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"6\n\x12UnaryDeleteRequest\x12 \n\x05\x63hain\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Chain\"\x8e\x01\n\x10UnaryDeleteReply\x12\'\n\x08statuses\x18\x01 \x03(\x0e\x32\x15.kvstore.v1.KeyStatus\x12,\n\x0cmiss_reasons\x18\x02 \x03(\x0e\x32\x16.kvstore.v1.MissReason\x12\x15\n\rdeleted_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04keys\x18\x04 \x01(\x0c*\xf4\x02\n\tKeyStatus\x12\x13\n\x0fKEY_STATUS_MISS\x10\x00\x12\x16\n\x12KEY_STATUS_PRESENT\x10\x01\x12\x13\n\x0fKEY_STATUS_SENT\x10\x02\x12\x16\n\x12KEY_STATUS_OMITTED\x10\x03\x12\x15\n\x11KEY_STATUS_STORED\x10\x04\x12\x17\n\x13KEY_STATUS_ORPHANED\x10\x05\x12\x16\n\x12KEY_STATUS_NO_ROOM\x10\x06\x12\x16\n\x12KEY_STATUS_PENDING\x10\x07\x12\x16\n\x12KEY_STATUS_REFUSED\x10\x08\x12\x18\n\x14KEY_STATUS_SCHEDULED\x10\t\x12\x16\n\x12KEY_STATUS_DELETED\x10\n\x12\x15\n\x11KEY_STATUS_IN_USE\x10\x0b\x12\x18\n\x14KEY_STATUS_CONTINUED\x10\x0c\x12\x19\n\x15KEY_STATUS_OVER_QUOTA\x10\r\x12\x17\n\x13KEY_STATUS_DECLINED\x10\x0e\x32\xaf\x03\n\x0cKVStoreUnary\x12\x46\n\x06Lookup\x12\x1e.kvstore.v1.UnaryLookupRequest\x1a\x1c.kvstore.v1.UnaryLookupReply\x12=\n\x03Put\x12\x1b.kvstore.v1.UnaryPutRequest\x1a\x19.kvstore.v1.UnaryPutReply\x12=\n\x03Get\x12\x1b.kvstore.v1.UnaryGetRequest\x1a\x19.kvstore.v1.UnaryGetReply\x12L\n\x08Prefetch\x12 .kvstore.v1.UnaryPrefetchRequest\x1a\x1e.kvstore.v1.UnaryPrefetchReply\x12\x43\n\x05Touch\x12\x1d.kvstore.v1.UnaryTouchRequest\x1a\x1b.kvstore.v1.UnaryTouchReply\x12\x46\n\x06\x44\x65lete\x12\x1e.kvstore.v1.UnaryDeleteRequest\x1a\x1c.kvstore.v1.UnaryDeleteReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore_proto.v1.unary_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KEYSTATUS']._serialized_start=1823
-  _globals['_KEYSTATUS']._serialized_end=2195
+  _globals['_KEYSTATUS']._serialized_start=1837
+  _globals['_KEYSTATUS']._serialized_end=2209
   _globals['_CHAIN']._serialized_start=77
-  _globals['_CHAIN']._serialized_end=264
-  _globals['_UNARYLOOKUPREQUEST']._serialized_start=266
-  _globals['_UNARYLOOKUPREQUEST']._serialized_end=377
-  _globals['_UNARYLOOKUPREPLY']._serialized_start=380
-  _globals['_UNARYLOOKUPREPLY']._serialized_end=599
-  _globals['_UNARYPUTREQUEST']._serialized_start=602
-  _globals['_UNARYPUTREQUEST']._serialized_end=775
-  _globals['_UNARYPUTREPLY']._serialized_start=778
-  _globals['_UNARYPUTREPLY']._serialized_end=916
-  _globals['_UNARYGETREQUEST']._serialized_start=918
-  _globals['_UNARYGETREQUEST']._serialized_end=1029
-  _globals['_UNARYGETREPLY']._serialized_start=1032
-  _globals['_UNARYGETREPLY']._serialized_end=1207
-  _globals['_UNARYPREFETCHREQUEST']._serialized_start=1209
-  _globals['_UNARYPREFETCHREQUEST']._serialized_end=1287
-  _globals['_UNARYPREFETCHREPLY']._serialized_start=1289
-  _globals['_UNARYPREFETCHREPLY']._serialized_end=1410
-  _globals['_UNARYTOUCHREQUEST']._serialized_start=1412
-  _globals['_UNARYTOUCHREQUEST']._serialized_end=1499
-  _globals['_UNARYTOUCHREPLY']._serialized_start=1501
-  _globals['_UNARYTOUCHREPLY']._serialized_end=1619
-  _globals['_UNARYDELETEREQUEST']._serialized_start=1621
-  _globals['_UNARYDELETEREQUEST']._serialized_end=1675
-  _globals['_UNARYDELETEREPLY']._serialized_start=1678
-  _globals['_UNARYDELETEREPLY']._serialized_end=1820
-  _globals['_KVSTOREUNARY']._serialized_start=2198
-  _globals['_KVSTOREUNARY']._serialized_end=2629
+  _globals['_CHAIN']._serialized_end=278
+  _globals['_UNARYLOOKUPREQUEST']._serialized_start=280
+  _globals['_UNARYLOOKUPREQUEST']._serialized_end=391
+  _globals['_UNARYLOOKUPREPLY']._serialized_start=394
+  _globals['_UNARYLOOKUPREPLY']._serialized_end=613
+  _globals['_UNARYPUTREQUEST']._serialized_start=616
+  _globals['_UNARYPUTREQUEST']._serialized_end=789
+  _globals['_UNARYPUTREPLY']._serialized_start=792
+  _globals['_UNARYPUTREPLY']._serialized_end=930
+  _globals['_UNARYGETREQUEST']._serialized_start=932
+  _globals['_UNARYGETREQUEST']._serialized_end=1043
+  _globals['_UNARYGETREPLY']._serialized_start=1046
+  _globals['_UNARYGETREPLY']._serialized_end=1221
+  _globals['_UNARYPREFETCHREQUEST']._serialized_start=1223
+  _globals['_UNARYPREFETCHREQUEST']._serialized_end=1301
+  _globals['_UNARYPREFETCHREPLY']._serialized_start=1303
+  _globals['_UNARYPREFETCHREPLY']._serialized_end=1424
+  _globals['_UNARYTOUCHREQUEST']._serialized_start=1426
+  _globals['_UNARYTOUCHREQUEST']._serialized_end=1513
+  _globals['_UNARYTOUCHREPLY']._serialized_start=1515
+  _globals['_UNARYTOUCHREPLY']._serialized_end=1633
+  _globals['_UNARYDELETEREQUEST']._serialized_start=1635
+  _globals['_UNARYDELETEREQUEST']._serialized_end=1689
+  _globals['_UNARYDELETEREPLY']._serialized_start=1692
+  _globals['_UNARYDELETEREPLY']._serialized_end=1834
+  _globals['_KVSTOREUNARY']._serialized_start=2212
+  _globals['_KVSTOREUNARY']._serialized_end=2643
 # @@protoc_insertion_point(module_scope)

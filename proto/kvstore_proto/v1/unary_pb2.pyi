@@ -121,6 +121,7 @@ class Chain(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     OBJECT_FIELD_NUMBER: builtins.int
     OBJECT_BLOCKS_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
     ACCEPTS_LOSSY_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """canonical JSON of the fingerprint, at most 64 KiB; needed with token_ids"""
@@ -142,6 +143,8 @@ class Chain(google.protobuf.message.Message):
     """kvctl and Python use the same names; docs/objects.md has the layout. No fingerprint
     with object: blocks 0 to n - 1 of it; 0 = 1
     """
+    pool: builtins.str
+    """the blocks of this shared pool are meant, not the caller's own"""
     accepts_lossy: builtins.bool
     """lossy copies count too, and may be made of what is put (docs/kvstored.md)"""
     @property
@@ -159,9 +162,10 @@ class Chain(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         object: builtins.str = ...,
         object_blocks: builtins.int = ...,
+        pool: builtins.str = ...,
         accepts_lossy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepts_lossy", b"accepts_lossy", "extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "object", b"object", "object_blocks", b"object_blocks", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_lossy", b"accepts_lossy", "extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "object", b"object", "object_blocks", b"object_blocks", "pool", b"pool", "token_ids", b"token_ids"]) -> None: ...
 
 global___Chain = Chain
 

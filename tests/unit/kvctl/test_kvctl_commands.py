@@ -59,7 +59,7 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
             "tiers",
             ["host expects: hot 24 blocks, 24.0 MiB; warm 0 blocks, 0 B; cold 1,000 blocks, 1000 MiB (by chain"],
         ),
-        ("tenants", ["uid-1000", "75 %", "none"]),
+        ("tenants", ["uid-1000", "75 %", "nobody"]),
         (
             "tenants rename uid-7 alice --replace",
             ["alice has 9 blocks (9.0 MiB) of uid-7", "dropped 2 blocks (2.0 MiB)", "1 client has to connect again"],

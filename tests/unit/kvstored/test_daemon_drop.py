@@ -14,6 +14,7 @@ from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.admin.drop import OperatorDrop
+from kvstored.admin.durable_copies import save
 from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -120,5 +121,26 @@ def test_a_tenant_that_is_replaced_leaves_no_pinned_block(tmp_path: Path) -> Non
             reply = await ready(small).empty(tenant)
             assert reply.kept_blocks == 0
             assert len(residency) == residency.pinned_bytes[tenant] == 0
+
+    asyncio.run(run())
+
+
+def test_a_flush_of_more_than_nvme_holds_writes_what_was_used_last(tmp_path: Path) -> None:
+    """It neither evicts what it has just written nor replaces what was used later than the rest."""
+
+    async def run() -> None:
+        async with small_store(tmp_path, "nvme.capacity=1MiB", "host.capacity=8MiB", "nvme.policy=lru") as small:
+            residency, nvme_blocks = small.residency, (1 << 20) // SLOT_BYTES
+            await small.fill(range(1, 11))
+            for number in range(11, 3 * nvme_blocks):
+                small.clock.advance(s=1)
+                await small.store_in(HOST, number)
+            for number in range(1, 4):
+                small.clock.advance(s=1)
+                residency.touch_run([small.find(number)], small.clock.monotonic_ns())
+            written, left, kept = await save(residency, small.writeback, [HOST], FAR_S)
+            there = {number for number in range(1, 3 * nvme_blocks) if residency.has(small.find(number), NVME)}
+            assert not left and kept == 3 * nvme_blocks - 11 - written > nvme_blocks
+            assert there == {1, 2, 3, *range(3 * nvme_blocks - written, 3 * nvme_blocks)}
 
     asyncio.run(run())

@@ -75,7 +75,7 @@ class Holdings:
     def __init__(self) -> None:
         self.given_back: list[str] = []
         self.clock = ManualClock()
-        self.config = SimpleNamespace(limits=SimpleNamespace(lease_ttl_ms=1000))
+        self.config = SimpleNamespace(limits=SimpleNamespace(lease_ttl_ms=1000, clients_per_tenant=9))
         self.leases = SimpleNamespace(release_session=lambda number: self.given_back.append("leases"))
         self.reservations = SimpleNamespace(
             held_bytes=lambda number: 0, end_session=lambda number: self.given_back.append("slots")
@@ -91,7 +91,9 @@ TENANT: Any = SimpleNamespace(name="t", index_name="t", roots=lambda print_: [b"
 
 
 def table(held: Any, former: Any = None, last_id: int = 0) -> ClientSessions:
-    return ClientSessions(held, DIRECTORY, SimpleNamespace(set=lambda *_: None), StagingPool(0, 0), former, last_id)  # type: ignore[arg-type]
+    shares: Any = SimpleNamespace(set=lambda *_: None)
+    weights: Any = SimpleNamespace(admit=lambda *_: None)
+    return ClientSessions(held, DIRECTORY, shares, StagingPool(0, 0), weights, former, last_id)
 
 
 def test_a_closed_session_is_removed_and_its_streams_are_notified_once() -> None:

@@ -39,7 +39,8 @@ class Scene:
         verbs: Any = SimpleNamespace(quick=quick, slow={"acquire": self._slow}, undelivered=self._undelivered)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: self.now_ns)
-        self.streams = DirectStreams(StreamServices(verbs, 8, latencies, clock), LIMIT)
+        pressure: Any = SimpleNamespace(measure=lambda *_: (None, 0), begin=lambda *_: None, end=lambda *_: None)
+        self.streams = DirectStreams(StreamServices(verbs, 8, pressure, latencies, clock), LIMIT)
         self.client = self.open()
 
     def open(self) -> Client:

@@ -75,7 +75,7 @@ def test_saving_looks_at_the_loop_while_it_finds_out_what_is_safe(shelf: Shelf) 
     tokens = asyncio.run(tokens_in_tier(shelf.residency, HOST))
     left, looks = with_looks(durable_copies._unsafe(shelf.residency, writeback, tokens))
     assert not left and looks >= len(tokens) // 10 > 10
-    assert asyncio.run(save(shelf.residency, writeback, [HOST], 1.0)) == (0, 0)
+    assert asyncio.run(save(shelf.residency, writeback, [HOST], 1.0)) == (0, 0, 0)
 
 
 def test_a_listing_that_finds_little_looks_at_the_loop(shelf: Shelf) -> None:

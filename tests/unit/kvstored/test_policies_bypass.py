@@ -219,7 +219,9 @@ def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint) -> pb.
     """The answer to a hint."""
     store, operations = store_of(shelf, policy, now_ns), MagicMock()
     operations.hints = Hints(store)
-    answer = Verbs(store, operations, MagicMock(), MagicMock()).quick["hint"](SESSION, pb.Request(hint=hint))
+    answer = Verbs(store, operations, MagicMock(), MagicMock(), MagicMock()).quick["hint"](
+        SESSION, pb.Request(hint=hint)
+    )
     assert answer is not None
     return answer.hint
 

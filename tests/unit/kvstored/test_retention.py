@@ -19,6 +19,7 @@ from kvstore_proto.v1 import admin_pb2 as admin
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.sessions import ClientSession
+from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.rpc.verbs.put import PutVerb
 from kvstored.store.blocks.check import check
@@ -150,20 +151,101 @@ def test_a_row_of_the_table(row: dict[str, str], tmp_path: Path) -> None:
     scenario(tmp_path)
 
 
+def lives(driven: DrivenStore, keys: list[bytes]) -> list[int]:
+    """Return for how many seconds each block still lives; 0: for ever."""
+    residency, now_s = driven.small.residency, driven.small.clock.monotonic_ns() // NS_PER_S
+    rows = [residency.find(driven.client.tenant_id, key) for key in keys]
+    return [residency.expires_s(row) - now_s if residency.expires_s(row) else 0 for row in rows]
+
+
 @over_a_store()
-async def test_a_lookup_ends_at_the_first_expired_block_of_a_chain(driven: DrivenStore) -> None:
-    residency, retention = driven.small.residency, driven.small.store.retention
-    keys = await put(driven, 1, 4)
-    first, second, *_ = residency.find_run(driven.client.tenant_id, b"".join(keys))
-    retention.change((second,), Terms(ttl_s=5))
+async def test_no_block_expires_before_those_that_continue_it(driven: DrivenStore) -> None:
+    residency, touch = driven.small.residency, driven.operations.hints.touch
+    keys = await put(driven, 1, 4, ttl_s=10)
+    rows = residency.find_run(driven.client.tenant_id, b"".join(keys))
+    driven.small.store.retention.change(rows[2:3], Terms(ttl_s=60))
+    assert lives(driven, keys) == [60, 60, 60, 10], "a touch in the middle renews what is before it"
+    touch(driven.client, b"".join(keys[:2]), Terms(ttl_s=5))
+    assert lives(driven, keys) == [60, 60, 60, 10], "what continues them needs them"
+    touch(driven.client, b"".join(keys), Terms(ttl_s=5))
+    assert lives(driven, keys) == [5, 5, 5, 5], "the whole chain goes sooner when it is asked to"
     driven.small.clock.advance(s=5)
-    assert (usable(driven, keys), (await driven.get(keys)).blocks) == (1, 1)
+    assert (usable(driven, keys), why(driven, keys)) == (0, Cause.EXPIRED)
+    driven.small.store.retention.tick()
+    assert driven.small.store.counters["orphaned_blocks"] == 0
+
+
+@over_a_store()
+async def test_a_prefix_lives_as_long_as_the_last_of_its_branches(driven: DrivenStore) -> None:
+    touch, shared = driven.operations.hints.touch, keys_of(1, 2)
+    branches = [[*shared, *keys_of(2 + branch, 2)] for branch in range(3)]
+    for branch, ttl_s in zip(branches, (30, 20, None), strict=True):
+        await driven.put(branch, DurabilityMode.NONE, terms=Terms(ttl_s=ttl_s))
+    assert [lives(driven, branch) for branch in branches] == [[0, 0, 30, 30], [0, 0, 20, 20], [0, 0, 0, 0]]
+    touch(driven.client, b"".join(branches[2]), Terms(ttl_s=7))
+    assert lives(driven, branches[2]) == [30, 30, 7, 7]
+    driven.small.clock.advance(s=20)
+    driven.small.store.retention.tick()
+    assert [usable(driven, branch) for branch in branches] == [4, 2, 2]
+    await driven.put([*shared, *keys_of(2, 2), *keys_of(9, 1)], DurabilityMode.NONE)
+    assert lives(driven, branches[0]) == [0, 0, 0, 0], "a block that never expires needs all that are before it"
+
+
+@over_a_store()
+async def test_a_block_that_is_stored_again_lives_as_long_as_what_hung_on_it(driven: DrivenStore) -> None:
+    residency, retention = driven.small.residency, driven.small.store.retention
+    keys = await put(driven, 1, 3, ttl_s=50)
+    row = residency.find(driven.client.tenant_id, keys[1])
+    for taken in residency.remove(row, Cause.DROPPED, driven.small.clock.monotonic_ns()):
+        driven.small.store.discard[taken.tier](taken.slot, driven.client.tenant_id)
+    retention.change((residency.find(driven.client.tenant_id, keys[0]),), Terms(ttl_s=3))
+    await driven.put(keys, DurabilityMode.NONE, terms=Terms(ttl_s=4))
+    assert lives(driven, keys) == [50, 50, 50]
+
+
+@over_a_store()
+async def test_what_has_expired_by_its_header_waits_for_terms_that_are_not_read_yet(driven: DrivenStore) -> None:
+    """A touch may have let it live; only the saved terms, which could not be read, say so."""
+    retention = driven.small.store.retention
+    keys = await put(driven, 1, 2, ttl_s=2)
+    retention.later.is_pending = True
+    driven.small.clock.advance(s=2)
     retention.tick()
-    assert residency.children(first) == 1, "what hung on it is cut off, and still there"
-    assert (usable(driven, keys), why(driven, keys)) == (1, Cause.EXPIRED)
-    assert driven.small.store.counters["orphaned_blocks"] == 1
-    await put(driven, 1, 4)
-    assert usable(driven, keys) == 4
+    assert usable(driven, keys) == 0 and driven.small.residency.find(driven.client.tenant_id, keys[0]) >= 0
+    retention.later.is_pending = False
+    retention.tick()
+    assert driven.small.residency.find(driven.client.tenant_id, keys[0]) < 0
+
+
+@over_a_store(*SMALL)
+async def test_the_pins_of_an_owner_end_together_at_their_time(driven: DrivenStore) -> None:
+    residency, retention = driven.small.residency, driven.small.store.retention
+    first, second = await put(driven, 1, pin="a", pin_ttl_s=100), await put(driven, 2, pin="b")
+    await put(driven, 3, pin="a", pin_ttl_s=9)
+    await put(driven, 2, pin="a")
+    rows = [residency.find(driven.client.tenant_id, keys[0]) for keys in (first, second)]
+    driven.small.clock.advance(s=8)
+    retention.tick()
+    assert [retention.pins.names(row) for row in rows] == [["a"], ["a", "b"]]
+    driven.small.clock.advance(s=1)
+    retention.tick()
+    assert [retention.pins.names(row) for row in rows] == [[], ["b"]]
+    assert usable(driven, first) == 1, "the block stays"
+    await put(driven, 1, pin="a")
+    driven.small.clock.advance(s=1000)
+    retention.tick()
+    assert retention.pins.names(rows[0]) == ["a"], "a new pin has no end of the last one"
+
+
+@over_a_store("limits.pinned_per_owner=32KiB")
+async def test_an_owner_pins_no_more_than_its_own_bound(driven: DrivenStore) -> None:
+    hints, keys = driven.operations.hints, await put(driven, 1, 32768 // SLOT_BYTES, pin="a")
+    more = await put(driven, 2, pin="b")
+    with pytest.raises(KVStoreError, match=r"owner 'a' has pinned 32768 bytes.*limits\.pinned_per_owner.*unpin some"):
+        hints.touch(driven.client, more[0], Terms(pin="a"))
+    assert hints.touch(driven.client, b"".join(keys), Terms(pin="a")) == len(keys), "these are pinned already"
+    hints.touch(driven.client, keys[-1], Terms(unpin="a"))
+    assert hints.touch(driven.client, more[0], Terms(pin="a")) == 1
 
 
 @over_a_store()
@@ -188,7 +270,7 @@ async def test_a_put_of_what_is_there_keeps_it_longer_never_shorter(driven: Driv
     assert (residency.expires_s(row), residency.priority(row)) == (at_first_s, 2)
     await put(driven, 1, ttl_s=200, priority=3, pin="b")
     assert (residency.expires_s(row), residency.priority(row)) == (at_first_s + 100, 3)
-    assert driven.small.store.retention.owners(row) == ["a", "b"]
+    assert driven.small.store.retention.pins.names(row) == ["a", "b"]
     await put(driven, 1, ttl_s=0)
     assert residency.expires_s(row) == 0
     await put(driven, 1, ttl_s=10)
@@ -206,7 +288,7 @@ async def test_a_touch_sets_what_it_says_and_unpins_by_owner(driven: DrivenStore
     assert all(residency.expires_s(row) for row in rows)
     assert residency.pin_count(rows[0]) == 1, "two owners, one pin"
     hints.touch(driven.client, packed, Terms(unpin="a"))
-    assert driven.small.store.retention.owners(rows[1]) == ["b"]
+    assert driven.small.store.retention.pins.names(rows[1]) == ["b"]
     hints.touch(driven.client, packed, Terms(ttl_s=0, priority=0, unpin="b"))
     assert residency.pinned_bytes[driven.client.tenant_id] == 0
     assert {residency.pin_count(row) for row in rows} == {0}
@@ -234,6 +316,7 @@ async def test_pins_are_bounded_in_bytes_and_owners(driven: DrivenStore) -> None
         (Terms(priority=8), "priority must be from -8 to 7, got 8"),
         (Terms(pin="x" * 65), "pin must name an owner in up to 64"),
         (Terms(unpin="\n"), "unpin must name an owner"),
+        (Terms(pin_ttl_s=9), "pin_ttl goes with pin"),
     ],
 )
 def test_wrong_terms_are_refused_in_one_line(terms: Terms, what: str, tmp_path: Path) -> None:
@@ -357,10 +440,10 @@ async def test_a_put_under_way_keeps_the_owner_that_it_will_pin_for(driven: Driv
     with pytest.raises(KVStoreError, match="32 owners"):
         hints.touch(driven.client, keys[0], Terms(pin="one more"))
     assert [list(answer.store.statuses) async for answer in answers] == [[StoreStatus.STORED]]
-    assert retention.owners(driven.small.residency.find(tenant, keys_of(2, 1)[0])) == ["of the put"]
+    assert retention.pins.names(driven.small.residency.find(tenant, keys_of(2, 1)[0])) == ["of the put"]
     hints.touch(driven.client, keys_of(2, 1)[0], Terms(unpin="of the put"))
     hints.touch(driven.client, keys[0], Terms(pin="one more"))
-    assert "one more" in retention.owners(driven.small.residency.find(tenant, keys[0]))
+    assert "one more" in retention.pins.names(driven.small.residency.find(tenant, keys[0]))
 
 
 @over_a_store("host.capacity=4MiB", "limits.pinned_per_tenant=1GiB")
@@ -380,7 +463,7 @@ async def test_the_bound_on_pins_follows_a_resize_of_dram(driven: DrivenStore) -
 async def test_an_operator_ends_the_pins_of_one_owner_or_of_all(driven: DrivenStore) -> None:
     """The tenant needs no client."""
     directory: Any = SimpleNamespace(number=lambda name, residency: {"tenant": driven.client.tenant_id}.get(name))
-    drop, owners = OperatorDrop(driven.small.store, directory), driven.small.store.retention.owners
+    drop, owners = OperatorDrop(driven.small.store, directory), driven.small.store.retention.pins.names
     first, second = await put(driven, 1, pin="a"), await put(driven, 2, pin="b")
     await put(driven, 1, pin="b")
     rows = [driven.small.residency.find(driven.client.tenant_id, keys[0]) for keys in (first, second)]

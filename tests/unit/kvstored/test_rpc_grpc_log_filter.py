@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from google.protobuf.message import DecodeError
 from grpc._cython.cygrpc import ExecuteBatchError
 
 from kvstored.rpc.grpc_socket import expect_departures
@@ -26,6 +27,13 @@ def test_a_client_that_left_is_no_error(caplog: pytest.LogCaptureFixture) -> Non
         _logged(ExecuteBatchError('Failed "execute_batch"'))
     assert [(record.levelno, record.exc_info) for record in caplog.records] == [(logging.DEBUG, None)]
     assert "left before an answer reached it" in caplog.text
+
+
+def test_a_message_that_cannot_be_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    expect_departures()
+    with caplog.at_level(logging.DEBUG):
+        _logged(DecodeError("Wire format was corrupt"))
+    assert [(record.levelno, record.exc_info) for record in caplog.records] == [(logging.DEBUG, None)]
 
 
 def test_an_error_of_a_servicer_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,7 +58,8 @@ class Scene:
         sessions: Any = SimpleNamespace(find={TOKEN: self.session}.get)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: 0)
-        service = SessionService(sessions, StreamServices(verbs, 8, latencies, clock))
+        nothing: Any = None
+        service = SessionService(sessions, StreamServices(verbs, 8, nothing, latencies, clock))
         self.serving = asyncio.ensure_future(service.Session(None, self.context))
 
     def _quick(self, session: object, request: pb.Request) -> pb.Response:

@@ -11,9 +11,9 @@ import pytest
 
 from kvstored.clients.containers import MAX_CONTAINERS, MAX_USERS, SeenContainers, container_of
 from kvstored.clients.tenants import Peer, TenantDirectory, ourselves, read_peer
-from kvstored.clients.tenants.peer import read_cgroup
+from kvstored.clients.tenants.peer import read_cgroup, read_control_group
 from kvstored.config import TenantSection
-from kvstored.process import is_unmapped
+from kvstored.process import is_unmapped, start_ticks, ticks_now
 
 OVERFLOW = 65534
 STRANGER = Peer(9, OVERFLOW, OVERFLOW, has_no_uid=True, has_no_gid=True)
@@ -96,6 +96,52 @@ def test_a_peer_is_who_it_was_when_it_connected() -> None:
         peer = read_peer(ours)
     assert (peer.uid, peer.gid, peer.pid) == (os.geteuid(), os.getegid(), os.getpid())
     assert (peer.has_no_uid, peer.has_no_gid) == (ourselves().has_no_uid, ourselves().has_no_gid)
+
+
+def test_before_linux_6_5_who_started_later_is_not_taken_for_who_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstored.clients.tenants.peer._SO_PEERPIDFD", 9999)
+    own = read_control_group(Path("/proc"), os.getpid())
+    if not own:
+        pytest.skip("no hierarchy of cgroup version 2 is mounted")
+    started = start_ticks(os.getpid())
+    assert started is not None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for nobody_waited_ticks, found in ((0, ""), (started, ""), (started + 1, own), (ticks_now(), own)):
+            assert read_peer(ours, nobody_waited_ticks=nobody_waited_ticks).control_group == found
+    monkeypatch.undo()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        expected = own if hasattr(os, "pidfd_open") and _has_peer_pidfd(ours) else ""
+        assert read_peer(ours).control_group == expected
+
+
+def _has_peer_pidfd(connection: socket.socket) -> bool:
+    try:
+        os.close(connection.getsockopt(socket.SOL_SOCKET, 77))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_cgroup_is_a_tenant_with_all_below_it_and_the_nearest_one_counts(tmp_path: Path) -> None:
+    tenants = directory(
+        tmp_path, TenantSection("all", cgroups=("/pods",)), TenantSection("one", cgroups=("/pods/one",), uids=(7,)),
+        TenantSection("two", socket=True),
+    )  # fmt: skip
+
+    def tenant_of(control_group: str, uid: int = 5, **fields: str) -> str | None:
+        found = tenants.resolve(Peer(9, uid, uid, control_group=control_group, **fields))  # type: ignore[arg-type]
+        return found and found.name
+
+    assert [tenant_of(path) for path in ("/pods", "/pods/x", "/pods/one", "/pods/one/pods/x", "/pods/oneself")] == [
+        "all", "all", "one", "one", "all",
+    ]  # fmt: skip
+    assert [tenant_of(path) for path in ("/", "/pod", "/x/pods/one", "/../pods/one")] == ["uid-5"] * 4
+    assert tenant_of("/elsewhere", 7) == "one" and tenant_of("/pods/x", 7) == "all", "a cgroup says more than a user"
+    assert tenant_of("", 7) is None, "who hides its cgroup is not taken for its user"
+    assert "cannot see this process's cgroup" in tenants.why_refused(Peer(9, 7, 7))
+    assert tenant_of("/pods/one", 7, socket_of="two") == "two" and tenant_of("", socket_of="one") is None
 
 
 @pytest.mark.parametrize(

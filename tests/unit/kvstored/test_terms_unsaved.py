@@ -40,9 +40,9 @@ def test_a_new_copy_beside_one_with_another_header_makes_the_terms_later_ones() 
 def test_puts_that_ended_leave_no_names_of_owners() -> None:
     retention = retention_of(index_of(64), ManualClock(NS_PER_S, NS_PER_S))
     for number in range(100):
-        let_go = retention.hold(0, Terms(pin=f"owner {number}"), 4096)
+        let_go = retention.pins.hold(0, f"owner {number}", 4096)
         let_go()
-    assert not retention._coming_owners
+    assert not retention.pins._coming
 
 
 def test_a_block_stored_anew_is_not_durable_while_its_old_entry_is_there(
@@ -137,7 +137,7 @@ def test_terms_that_are_read_late_are_not_given_to_blocks_that_were_stored_since
         retention = retention_of(residency, SystemClock())
         process = StateProcess(tmp_path, "1", SystemClock())
         keeper = TermsKeeper(process, retention, Unsaved(), tmp_path)
-        retention.change([7], Terms(ttl_s=10))
+        retention.change([7], Terms(priority=2))
         assert await keeper.save() and (tmp_path / MARK).exists()
 
         residency = index_of(64)

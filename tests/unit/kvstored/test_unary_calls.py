@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import unary_pb2 as unary
+from kvstored.clients.pressure import Work
 from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.unary import CallLimit
 from kvstored.rpc.verbs import Verbs
@@ -29,17 +32,31 @@ from tests.unit.kvstored.test_daemon_intake import STORED, Store, fail_once, key
 
 def test_no_more_calls_than_allowed_and_each_end_makes_room() -> None:
     limit = CallLimit(2)
-    with limit:
-        with limit:
-            with pytest.raises(KVStoreError) as caught, limit:
+    with limit.hold("a"):
+        with limit.hold("a"):
+            with pytest.raises(KVStoreError) as caught, limit.hold("b"):
                 pytest.fail("a third call")
             assert caught.value.kind is ErrorKind.THROTTLED and caught.value.retry_after_ms > 0
-        with limit:
+        with limit.hold("a"):
             pass
-    with pytest.raises(ZeroDivisionError), limit:
+    with pytest.raises(ZeroDivisionError), limit.hold("a"):
         _ = 1 // 0
-    with limit, limit:
+    with limit.hold("a"), limit.hold("a"):
         pass
+
+
+def test_calls_are_left_for_gets_of_other_tenants() -> None:
+    limit, held = CallLimit(8), ExitStack()
+    with held:
+        for work, most in ((Work.PREFETCH, 4), (Work.PUT, 6)):
+            for _ in range(most):
+                with contextlib.suppress(KVStoreError):
+                    held.enter_context(limit.hold("greedy", work))
+            with pytest.raises(KVStoreError, match=f"{most} unary calls are under way"):
+                held.enter_context(limit.hold("other", work))
+        with pytest.raises(KVStoreError, match="of this tenant"):
+            held.enter_context(limit.hold("greedy"))
+        held.enter_context(limit.hold("other"))
 
 
 def test_inline_blocks_are_where_their_bytes_are() -> None:
@@ -59,7 +76,7 @@ class Calls:
         small, nothing = store.small, cast(Any, None)
         operations: Any = Operations(small.store, DeletionLog(small.clock))
         operations.put = store.puts
-        verbs = Verbs(small.store, operations, RecentMisses(8, small.clock), nothing)
+        verbs = Verbs(small.store, operations, RecentMisses(8, small.clock), nothing, nothing)
         self._calls = InlineCalls(verbs, nothing, small.store, message_bytes=1 << 20)
 
     async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:

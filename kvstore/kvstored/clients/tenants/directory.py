@@ -135,10 +135,18 @@ class TenantDirectory:
             self._tenant(section)
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """Return the tenant of the process `peer`: the one that lists its user id, otherwise the one that lists its
-        group id, otherwise the default. Return None if the process is refused; `why_refused` has the reason. An id that
-        the kernel shows for any user or group outside the daemon's user namespace finds only a tenant whose setting
-        `unmapped` allows that."""
+        """Return the tenant of the process `peer`: the one to whose own socket it connected, otherwise the one that
+        lists its cgroup, otherwise its user id, otherwise its group id, otherwise the default. Return None if the
+        process is refused; `why_refused` has the reason. An id that the kernel shows for any user or group outside the
+        daemon's user namespace finds only a tenant whose setting `unmapped` allows that."""
+        if peer.socket_of:
+            own = self.section(peer.socket_of)
+            return self._callable(own) if own is not None and own.socket else None
+        if self._wants_control_group(peer):
+            return None  # it may be in a cgroup that is another tenant than its user
+        by_cgroup = self._lister_of(peer.control_group)
+        if by_cgroup is not None:
+            return self._callable(by_cgroup)
         if peer.has_no_uid:
             strangers = next((section for section in self.listed if section.unmapped), None)
             return None if strangers is None else self._callable(strangers)
@@ -158,8 +166,43 @@ class TenantDirectory:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
         return known
 
+    def pool(self, name: str, caller: Tenant) -> tuple[Tenant, bool] | None:
+        """Return the shared pool `name`, and whether its user `caller` may put blocks into it. Return None alike for a
+        pool that does not list `caller` and for a name that is no pool's."""
+        section = self.section(name)
+        if section is None or not section.is_pool or caller.name not in (section.publisher, *section.readers):
+            return None
+        pool = self._callable(section)
+        return None if pool is None else (pool, caller.name == section.publisher)
+
+    def by_certificate(self, names: Iterable[str]) -> Tenant | None:
+        """Return the tenant that lists one of `names`, the names in a client's certificate such as "dns:a.example".
+        Return None if no tenant lists any, or several tenants do."""
+        given = set(names)
+        found = [section for section in self.listed if not given.isdisjoint(section.certificates)]
+        return self._callable(found[0]) if len(found) == 1 else None
+
+    def _wants_control_group(self, peer: Peer) -> bool:
+        return not peer.control_group and any(section.cgroups for section in self.listed)
+
+    def _lister_of(self, control_group: str) -> TenantSection | None:
+        """Return the section that lists the cgroup `control_group`, or the nearest one above it."""
+        while control_group:
+            for section in self.listed:
+                if control_group in section.cgroups:
+                    return section
+            control_group = control_group.rpartition("/")[0]
+        return None
+
     def why_refused(self, peer: Peer) -> str:
         """Return a sentence that says why `resolve` returned None for the process `peer`, and what to do."""
+        if peer.socket_of:
+            return f"the tenant {peer.socket_of} has no socket of its own any more: socket = true in its [[tenant]]"
+        if self._wants_control_group(peer):
+            return (
+                "the daemon cannot see this process's cgroup (of version 2), and [[tenant]] cgroups say who is which "
+                "tenant: connect again; let the daemon see the host's processes, or give the tenant socket = true"
+            )
         if peer.has_no_uid:
             what, number = "user", peer.uid
         elif peer.has_no_gid and any(peer.gid in section.gids for section in self.listed):
@@ -187,7 +230,7 @@ class TenantDirectory:
     def is_named(self, name: str) -> bool:
         """Return whether `named` finds a tenant `name` now, or will find it as soon as it is not closed any more."""
         if (section := self.section(name)) is not None:
-            return not self.keyring.is_kept(name) or self._callable(section) is not None
+            return not section.is_pool and (not self.keyring.is_kept(name) or self._callable(section) is not None)
         return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
 
     def section(self, name: str) -> TenantSection | None:
@@ -328,6 +371,10 @@ class TenantDirectory:
 
     def fingerprints(self) -> dict[bytes, Fingerprint]:
         return dict(self._names.fingerprints)
+
+    def forget_fingerprints(self, digests: Iterable[bytes]) -> None:
+        """Forget the names of fingerprints, under which no block will be stored again."""
+        self._names.forget(digests)
 
     def _callable(self, section: TenantSection) -> Tenant | None:
         """Return a listed tenant for its callers. None as long as its name stands for blocks of a user whom it does not

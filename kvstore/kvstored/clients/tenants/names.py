@@ -41,6 +41,12 @@ class Names:
             self._entries.append((_FINGERPRINT + digest, text))
             self._nbytes += len(text)
 
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Drop the fingerprints with these `digests`, which no client will name again."""
+        gone = {_FINGERPRINT + digest for digest in digests if self.fingerprints.pop(digest, None) is not None}
+        self._nbytes -= sum(len(text) for name, text in self._entries if name in gone)
+        self._entries = [entry for entry in self._entries if entry[0] not in gone]
+
     def entries(self, tenants: Iterable[str]) -> list[Entry]:
         """Return the entries to save: one for each fingerprint in the collection, and one for each tenant name in
         `tenants`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstored.clients.containers import container_of
-from kvstored.process import is_unmapped
+from kvstored.process import is_unmapped, start_ticks
 
 _SO_PEERPIDFD = 77  # Linux 6.5; missing from Python's socket module
 _UCRED = struct.Struct("3i")
@@ -20,9 +20,12 @@ _UCRED = struct.Struct("3i")
 class Peer:
     """The process at the other end of a Unix socket, as the kernel described it when it connected.
 
-    `pid` is 0 if the process is in a pid namespace that the daemon cannot see into. `cgroup` is "" if unknown.
-    `has_no_uid` and `has_no_gid` are true if the number stands for any user or group that the daemon's user namespace
-    does not map. `gid` is the primary group; others are not known."""
+    `pid` is 0 if the process is in a pid namespace that the daemon cannot see into. `cgroup` is a label for people, ""
+    if unknown. `control_group` is the process's path in the hierarchy of cgroup version 2, by which a tenant may be
+    recognised; "" unless the daemon is sure that it is that of the process which connected. `has_no_uid` and
+    `has_no_gid` are true if the number stands for any user or group that the daemon's user namespace does not map.
+    `gid` is the primary group; others are not known. `socket_of` is the tenant to whose own socket the process
+    connected, "" for the common one."""
 
     pid: int
     uid: int
@@ -30,21 +33,28 @@ class Peer:
     cgroup: str = ""
     has_no_uid: bool = False
     has_no_gid: bool = False
+    control_group: str = ""
+    socket_of: str = ""
 
 
-def read_peer(connection: socket.socket) -> Peer:
-    """Return the process at the other end of the Unix socket `connection`. Raises OSError only if the socket itself is
-    broken.
+def read_peer(connection: socket.socket, *, nobody_waited_ticks: int = 0, socket_of: str = "") -> Peer:
+    """Return the process at the other end of the Unix socket `connection`, which was accepted on the own socket of the
+    tenant `socket_of`, if that is not "". `nobody_waited_ticks` is a moment, in clock ticks since boot, at which
+    `connection` had not been made yet: before Linux 6.5 a process that started later may have the pid of the one that
+    connected. Raises OSError only if the socket itself is broken.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
+    cgroup, control_group = _cgroups_of(connection, pid, nobody_waited_ticks)
     return Peer(
         pid,
         uid,
         gid,
-        _cgroup_of(connection, pid),
+        cgroup,
         has_no_uid=is_unmapped("uid", uid),
         has_no_gid=is_unmapped("gid", gid),
+        control_group=control_group,
+        socket_of=socket_of,
     )
 
 
@@ -66,26 +76,39 @@ def has_exited(peer: Peer) -> bool:
     except OSError:
         return False
     try:
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        return bool(ended.poll(0))  # it may not have been reaped yet
+        return _has_ended(pidfd)
     finally:
         os.close(pidfd)
 
 
-def _cgroup_of(connection: socket.socket, pid: int) -> str:
-    """Return the caller's cgroup; "" if it cannot be known: the caller has exited, or this process cannot see it."""
+def _has_ended(pidfd: int) -> bool:
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(0))  # it may not have been reaped yet
+
+
+def _cgroups_of(connection: socket.socket, pid: int, nobody_waited_ticks: int) -> tuple[str, str]:
+    """Return the caller's cgroup as a label, and its path in the hierarchy of version 2 as an identity; each is "" if
+    it cannot be known: the caller has exited, or this process cannot see it.
+    """
     try:
-        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        pidfd, is_caller = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD), True
     except OSError:  # before Linux 6.5: who connected may have exited, and another have its number
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd, is_caller = os.pidfd_open(pid), False
         except (OSError, ValueError):
-            return ""
+            return "", ""
     try:
-        return read_cgroup(Path("/proc"), _pid_in_proc(pidfd))
+        seen = _pid_in_proc(pidfd)
+        label, control_group = read_cgroup(Path("/proc"), seen), read_control_group(Path("/proc"), seen)
+        if not is_caller:  # a process that ran before there was the connection has had its number all the time
+            started_ticks = start_ticks(seen)
+            is_caller = started_ticks is not None and started_ticks < nobody_waited_ticks
+        if not is_caller or _has_ended(pidfd):  # not ended: what was read is its own
+            control_group = ""
+        return label, control_group
     except (OSError, ValueError):
-        return ""
+        return "", ""
     finally:
         os.close(pidfd)
 
@@ -106,3 +129,10 @@ def read_cgroup(proc: Path, pid: int) -> str:
     lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
     paths = [line.split(":", 2)[2].removesuffix(" (deleted)") for line in lines if line.count(":") >= 2]
     return next((path for path in reversed(paths) if container_of(path)), paths[-1] if paths else "")
+
+
+def read_control_group(proc: Path, pid: int) -> str:
+    """Return the path of the process `pid` in the hierarchy of cgroup version 2, read from the procfs folder `proc`, as
+    this process sees it; "" if there is no such hierarchy. Raises OSError."""
+    lines = (proc / str(pid) / "cgroup").read_bytes().split(b"\n")  # a name may have any byte but this one
+    return next((os.fsdecode(line[3:]) for line in lines if line.startswith(b"0::")), "")

@@ -103,8 +103,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
     keyring = tenants.keyring
     if (
         len(section.uids) != 1
-        or section.gids
-        or section.unmapped
+        or any((section.gids, section.unmapped, section.cgroups, section.socket, section.certificates))
         or section.name in keyring.bound()
         or stored.blocks(section.name)
     ):

@@ -1,5 +1,5 @@
 """A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
-touch, hint), delete and explain.
+touch, hint), delete, explain and bumps of weights.
 
 Each verb checks a request, has the store carry it out, and puts the answer into a message. Only a hint that makes no
 sense is an error, none that comes too late.
@@ -16,12 +16,15 @@ from typing import Any
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
+from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
-from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
+from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, terms_of, tier_code
 from kvstored.clients.sessions import ClientSession
+from kvstored.clients.tenants import Tenant
+from kvstored.clients.weights import Bumped
 from kvstored.rpc.verbs.put import PutVerb
-from kvstored.rpc.verbs.validate import check_keys, check_parent, known_group, terms_of
+from kvstored.rpc.verbs.validate import check_keys, check_parent, known_group
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
@@ -43,7 +46,8 @@ class Verbs:
 
     A handler in `quick` answers at once; where it returns None, or there is none, the handler in `slow` yields the
     answers to a task. A store may have two answers, an acquire in an order has many. Both raise KVStoreError for a
-    request that is wrong as a whole. `explain` answers an explain of the client's own blocks.
+    request that is wrong as a whole. `explain` answers an explain of the client's own blocks; `bump` makes a version of
+    a tenant's weights the newest.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Verbs:
         operations: Operations,
         misses: RecentMisses,
         explain: Callable[[ClientSession, ExplainRequest], Awaitable[ExplainReply]],
+        bump: Callable[[Tenant, str, int], Awaitable[Bumped]],
     ) -> None:
         limits = store.config.limits
         self._max_keys, self._leases_per_client = limits.max_keys, limits.leases_per_client
@@ -77,6 +82,7 @@ class Verbs:
             "reserve_slots": self._puts.reserve,
             "delete": self._deleted,
             "explain": explain,
+            "bump_weights": partial(_bumped, bump),
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
@@ -293,12 +299,15 @@ class Verbs:
     def _touched(self, session: ClientSession, request: pb.Touch) -> pb.TouchReply:
         reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
         if request.HasField("set"):
-            keys = self._keys_of(session, request.set)
-            reply.touched = self._hints.touch(session, keys, terms_of(request.terms))
+            keys, terms = self._keys_of(session, request.set), terms_of(request.terms)
+            if terms != NO_TERMS:
+                session.require_writer()
+            reply.touched = self._hints.touch(session, keys, terms)
         reply.renewed = self._hints.renew(session, request.lease_ids)
         return reply
 
     async def _deleted(self, session: ClientSession, request: pb.Delete) -> pb.DeleteReply:
+        session.require_writer()
         deleted = await self._delete.delete(session, split_keys(self._keys_of(session, request.set)))
         count = deleted.fates.count
         return pb.DeleteReply(
@@ -308,6 +317,13 @@ class Verbs:
             continued=count(Fate.CONTINUED),
             missing=count(Fate.MISSING),
         )
+
+
+async def _bumped(
+    bump: Callable[[Tenant, str, int], Awaitable[Bumped]], session: ClientSession, request: pb.BumpWeights
+) -> pb.BumpWeightsReply:
+    bumped = await bump(session.tenant, request.weights, request.version)
+    return pb.BumpWeightsReply(version=bumped.version, clients=bumped.clients, blocks=bumped.blocks)
 
 
 def _at_once(op: str, verb: Callable[[ClientSession, Any], Any]) -> Quick:

@@ -21,12 +21,12 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Segment
-from kvstored.clients.codes import miss_reason
+from kvstored.clients.codes import miss_reason, terms_of
 from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.naming import NamedBlocks
-from kvstored.rpc.verbs.validate import payload_size, terms_of
+from kvstored.rpc.verbs.validate import payload_size
 from kvstored.store.assembly import Store
 from kvstored.store.operations.delete import Delete, Fate
 from kvstored.store.operations.records import Offer
@@ -188,6 +188,7 @@ class InlineCalls:
     async def delete(
         self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
     ) -> unary.UnaryDeleteReply:
+        session.require_writer()
         missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
         deleted = await self._delete.delete(session, blocks.keys)

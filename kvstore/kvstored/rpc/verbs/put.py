@@ -22,10 +22,11 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
+from kvstored.clients.codes import terms_of
 from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS
-from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size, terms_of
+from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
 from kvstored.store.assembly import Store
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.put import Puts
@@ -60,6 +61,7 @@ class PutVerb:
     async def lend(self, session: ClientSession) -> pb.LendReply:
         """Lend the client of `session` its staging memory (from which it puts blocks) under a new number, after all
         puts that read the memory have ended. The number is 0 for a client without staging memory."""
+        session.require_writer()
         if session.staging is None:
             return pb.LendReply()
         session.loan += 1  # first, so that nothing new begins under the old one
@@ -72,6 +74,7 @@ class PutVerb:
         """Check the put in `whole` and begin it; yield its answers. Raises KVStoreError for an invalid request, and for
         more puts at once than allowed.
         """
+        session.require_writer()
         request, limits = whole.store, self._limits
         keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
         extras = keys_of(request.extras, limits.max_keys) if request.extras else [NO_EXTRA_FIELD] * len(keys)
@@ -106,7 +109,9 @@ class PutVerb:
     def store_inline(
         self, session: ClientSession, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Begin the put of `offer`, whose blocks were checked or came in the message, and yield its answers."""
+        """Begin the put of `offer`, whose blocks were checked or came in the message, and yield its answers. Raises
+        KVStoreError for a client that may not put, and for terms that are wrong."""
+        session.require_writer()
         self._check_terms(session, offer)
         return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
 
@@ -114,9 +119,8 @@ class PutVerb:
         """Raise KVStoreError for terms that are out of bounds, or pin more than the tenant may."""
         if offer.terms != NO_TERMS:
             rows = self._retention.find_each(session.tenant_id, offer.packed) if offer.terms.pin else []
-            newly = [at for at, row in enumerate(rows) if row < 0 or not self._residency.pinned_by(row)]
-            nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at in newly)
-            self._retention.check(session.tenant_id, offer.terms, nbytes)
+            nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at, row in enumerate(rows) if row < 0)
+            self._retention.check(session.tenant_id, offer.terms, nbytes, [row for row in rows if row >= 0])
 
     def _mode_of(self, session: ClientSession, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
         """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
@@ -174,6 +178,7 @@ class PutVerb:
         """Reserve slots of arenas that the client will write to, and return their places. Raises KVStoreError for a
         request that is wrong as a whole, or not allowed.
         """
+        session.require_writer()
         if request.give_back:
             self._reservations.give_back(session.session_id, request.give_back)
         if not request.blocks:

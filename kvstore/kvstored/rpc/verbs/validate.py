@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
-from kvstore_proto.terms import Terms
-from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import ClientSession
 
 
@@ -28,16 +26,6 @@ def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
     """Return the keys in `packed`, in order, after `check_keys`. Raises KVStoreError."""
     check_keys(packed, max_keys)
     return split_keys(packed)
-
-
-def terms_of(message: pb.Terms) -> Terms:
-    """Return the terms (time to live, priority, pins) in the wire message `message`, not checked yet."""
-    return Terms(
-        message.ttl_s if message.HasField("ttl_s") else None,
-        message.priority if message.HasField("priority") else None,
-        message.pin,
-        message.unpin,
-    )
 
 
 def known_group(session: ClientSession, group_id: int) -> None:

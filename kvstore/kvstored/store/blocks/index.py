@@ -120,6 +120,7 @@ class UseCounts:
         i. All owners together hold one pin, and 0 removes it."""
         view, before = self._view, self._view.pinned_by(row)
         view.rows.optional.set("pinned_by", row, owners)
+        view.owners_changed(row, before, owners)
         if bool(before) != bool(owners):
             view.pinned_bytes[view.tenant_of(row)] += view.slot_bytes(row) * (1 if owners else -1)
             (self.pin if owners else self.unpin)(row)

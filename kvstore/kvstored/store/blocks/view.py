@@ -67,6 +67,7 @@ class ResidencyView:
         self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
         self.terms_gone: Callable[[int], None] | None = None  # called for a block that goes and had later terms
+        self.owners_changed: Callable[[int, int, int], None] = lambda row, before, after: None  # of pins, as bits
         self.kind_window: list[int] = []  # by kind number: blocks that a resume needs before it, see `window_of`
         self.window_of: Callable[[int, int], int] = lambda fingerprint_id, group: 0
         self.exactness = Exactness(self.rows, self.copies, mapped)
@@ -348,8 +349,9 @@ class ResidencyView:
 
     def reset_facts(self, row: int) -> None:
         """Set the optional columns of `row`, whose block is gone, to their defaults."""
-        if self.pinned_by(row):
+        if owners := self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
+            self.owners_changed(row, owners, 0)
         if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
             self.terms_gone(row)
         self.rows.optional.reset((row,))

@@ -10,6 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
@@ -57,6 +58,8 @@ class Client:
     copying: set[asyncio.Task[Any]] = field(default_factory=set)  # puts that read what the client offered
     closed: bool = False
     device_tiers: TierSet = NO_TIERS  # on its device: a lease may be on their memory
+    pool: str = ""  # the shared pool that `tenant` is, where the client belongs to another tenant
+    may_write: bool = True  # False for a reader of a pool
 
     @property
     def account(self) -> str:
@@ -78,6 +81,14 @@ class Client:
         """
         group = self.fingerprint.group(group_id)
         return group is not None and not group.window_blocks(self.fingerprint.block_tokens)
+
+    def require_writer(self) -> None:
+        """Raise KVStoreError if this session's client may only read."""
+        if not self.may_write:
+            raise KVStoreError(
+                ErrorKind.FORBIDDEN,
+                f"this client reads the shared pool {self.pool}: its publisher alone puts and deletes blocks there",
+            )
 
     def put_ended(self) -> None:
         """Note that a put of this client has ended: it reads none of the client's memory any more. This class does

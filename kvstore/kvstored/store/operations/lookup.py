@@ -161,8 +161,7 @@ class Hints:
         """
         residency, rows = self._residency, self._retention.find_run(client.tenant_id, keys)
         if terms != NO_TERMS:
-            newly = [row for row in rows if not residency.pinned_by(row)]
-            self._retention.check(client.tenant_id, terms, sum(map(residency.slot_bytes, newly)))
+            self._retention.check(client.tenant_id, terms, 0, rows)
             self._retention.change(rows, terms)
         residency.touch_run(rows, self._clock.monotonic_ns(), client.device_tiers)
         return len(rows)

@@ -143,7 +143,7 @@ class Puts:
         except Exception as error:
             mistake = error
         client.beginning += 1
-        let_go = self._retention.hold(tenant, terms, sum(block.nbytes for block in intake.blocks))
+        let_go = self._retention.pins.hold(tenant, terms.pin, sum(block.nbytes for block in intake.blocks))
         storing = asyncio.create_task(self._store_rest(intake, mistake))
         self._running.add(storing)
         client.copying.add(storing)

@@ -3,8 +3,8 @@
 One policy object serves one tier. The daemon and the simulator drive the same objects.
 
 Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a
-tenant over its maximum; priority; then the policy's own order (recency, frequency, ...). Times to live are not a
-policy's: `store/retention.py` has them.
+tenant over its maximum; tenants' weights (`transfer/victims.py` has them); priority; then the policy's own order
+(recency, frequency, ...). Times to live are not a policy's: `store/retention.py` has them.
 
 Obligations
 - The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
@@ -50,12 +50,18 @@ Rows = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Share:
     """A tenant's share of one tier. `min_bytes` are guaranteed, and more than `max_bytes` (None: no limit) are not
-    allowed. Tenants with a lower `priority` lose blocks first.
+    allowed. What tenants hold above their minima is divided by `weight`, as soon as one tenant has one; 0 is none.
+    `charged_with` are the numbers of all tenants whose bytes count against `max_bytes` together, this one's among them;
+    empty if there is no other.
     """
 
     min_bytes: int = 0
     max_bytes: int | None = None
-    priority: int = 0
+    weight: int = 0
+    charged_with: tuple[int, ...] = ()
+
+
+NO_SHARE = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ class EvictionPolicy(ABC):
     def set_share(self, tenant: int, share: Share) -> None:
         """Set the share of the tier that `tenant` may and must get, from now on. The caller ensures that the guaranteed
         minima of all tenants together fit the tier's capacity."""
-        if share == Share():
+        if share == NO_SHARE:
             self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
@@ -133,6 +139,26 @@ class EvictionPolicy(ABC):
             return True
         left_bytes = self.residency.tenant_bytes(tenant, self.tier) - self.residency.copies[self.tier].nbytes[row]
         return left_bytes >= share.min_bytes
+
+    def is_over_maximum(self, tenant: int, share: Share) -> bool:
+        """Return whether `tenant`, whose share of this tier is `share`, has more than its maximum here, together with
+        the tenants that are charged with it."""
+        if share.max_bytes is None:
+            return False
+        charged = share.charged_with or (tenant,)
+        return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
+
+    def by_weight(self) -> list[int]:
+        """Return the tenants in the order in which they give up blocks: those over their maximum, then by the bytes
+        above their minimum for each unit of weight, the most first. Empty while no tenant has a weight."""
+        if not any(share.weight for share in self.shares.values()):
+            return []
+
+        def claim(tenant: int) -> tuple[bool, float]:
+            share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
+            return self.is_over_maximum(tenant, share), (held_bytes - share.min_bytes) / (share.weight or 1)
+
+        return sorted(range(len(self.residency.tenants)), key=claim, reverse=True)
 
     # Events
 

@@ -20,9 +20,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import EvictionPolicy, PolicySettings, Share
-
-_NO_SHARE = Share()
+from kvstored.store.policies.base import NO_SHARE, EvictionPolicy, PolicySettings
 
 
 def choose_tenant(
@@ -36,19 +34,17 @@ def choose_tenant(
     that block, or -1 if none may leave.
 
     `first(tenant)` returns the tenant's row that would be evicted first, or -1. Blocks of tenants over their maximum go
-    first, then blocks of tenants with a lower priority; between equals, the row with the lower `standing(row)`. A
-    tenant at its guaranteed minimum loses none."""
+    first; between equals, the row with the lower `standing(row)`. A tenant at its guaranteed minimum loses none."""
     residency, tier = policy.residency, policy.tier
     chosen = -1
-    smallest: tuple[bool, int, float] | None = None
+    smallest: tuple[bool, float] | None = None
     for number in range(tenants):
-        share = policy.shares.get(number, _NO_SHARE)
+        share = policy.shares.get(number, NO_SHARE)
         held_bytes = residency.tenant_bytes(number, tier)
         row = first(number)
         if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
             continue
-        within = share.max_bytes is None or held_bytes <= share.max_bytes
-        order = (within, share.priority, standing(row))
+        order = (not policy.is_over_maximum(number, share), standing(row))
         if smallest is None or order < smallest:
             chosen, smallest = row, order
     return chosen

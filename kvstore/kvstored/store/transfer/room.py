@@ -9,7 +9,7 @@ block at most a container's worth and the block's own size, where a tier has con
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 
 from kvstore_tiers.arena import writable_owner
@@ -61,11 +61,11 @@ class Room:
             return None
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
-    def next_victim(self, nbytes: int, tenant: int) -> int:
-        """Return the row of the block that would be evicted to store `nbytes` of `tenant`. Return -1 when there is
-        none, or when a whole arena or slab would have to be emptied."""
+    def next_victim(self, nbytes: int, tenant: int, exclude: Container[int] = ()) -> int:
+        """Return the row of the block that would be evicted to store `nbytes` of `tenant`, if those in `exclude` may
+        not be. Return -1 when there is none, or when a whole arena or slab would have to be emptied."""
         is_confined = self._is_over_quota(tenant, nbytes)
-        row = self._victims.next((), tenant if is_confined else None)
+        row = self._victims.next(exclude, tenant if is_confined else None)
         if row < 0 or is_confined:
             return row
         container = self._residency.copies[self._position].container[row]
@@ -196,7 +196,10 @@ class Room:
         if share is None or share.max_bytes is None:
             return False
         residency, tier = self._residency, self._position
-        held_bytes = residency.tenant_bytes(tenant, tier) + residency.reserved_bytes(tenant, tier)
+        held_bytes = sum(
+            residency.tenant_bytes(charged, tier) + residency.reserved_bytes(charged, tier)
+            for charged in share.charged_with or (tenant,)
+        )
         return held_bytes + nbytes > share.max_bytes
 
     def _owner(self, tenant: int, writable: bool) -> str:

@@ -1,5 +1,6 @@
 """Victims: the blocks that are evicted from a tier next, in this order: orphans, blocks of a priority below 0, blocks
-that the policy names, blocks of a priority above 0.
+that the policy names, blocks of a priority above 0. Where tenants have weights, the tenant that holds the most for its
+weight is found first, and the order is among its blocks: no priority takes from another tenant's share.
 
 Owns the order between these, a tenant's confinement to its own blocks, and what is passed over on the way. Never evicts
 a block.
@@ -114,7 +115,15 @@ class Victims:
         row = self._orphans.next(self.policy, exclude, tenant)
         if row >= 0:
             return row
-        now_ns, ranked = self._clock.monotonic_ns(), self._ranked.get(self.tier)
+        for each in self.policy.by_weight() if tenant is None else ():
+            row = self._of_tenants(exclude, each)
+            if row >= 0 and self.policy.spares_minimum(row):
+                return row
+        return self._of_tenants(exclude, tenant)
+
+    def _of_tenants(self, exclude: Container[int], tenant: int | None) -> int:
+        """Return the next block of `tenant`, or of all for None, by priority and by the policy's order."""
+        row, now_ns, ranked = -1, self._clock.monotonic_ns(), self._ranked.get(self.tier)
         if ranked is not None and ranked.rows:
             row = ranked.next_victim(now_ns, exclude=exclude, tenant=tenant)
             if row >= 0 and self._residency.priority(row) < 0:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from kvstore_tiers.base import Outcome, OutcomeKind
+from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.budget import WriteVerdict
@@ -114,6 +114,25 @@ class WriteBack:
         if not pending:
             return [has(row, self._position) for row in rows]
         return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
+
+    def fitting(self, rows: Sequence[int]) -> int:
+        """Return how many of the leading `rows`, the last used first, the durable tier can take without giving up a
+        block that was used as late."""
+        last_ns, taken, leaving = self._residency.last_access_ns, list[Slot](), set[int]()
+        try:
+            for number, row in enumerate(rows):
+                nbytes, tenant = self._residency.slot_bytes(row), self._residency.tenant_of(row)
+                if (slot := self._room.allocate_now(nbytes, tenant)) is not None:
+                    taken.append(slot)
+                    continue
+                victim = self._room.next_victim(nbytes, tenant, leaving)
+                if victim >= 0 and last_ns(victim) >= last_ns(row):
+                    return number
+                leaving.add(victim)
+            return len(rows)
+        finally:
+            for slot in taken:
+                self._tier.free(slot)
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
         """Return a future that resolves to whether the block at `row` is durable, or None when no write or sync of it

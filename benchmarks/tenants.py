@@ -1,0 +1,276 @@
+"""Tenants beside each other at one daemon: what one learns of another, what a flood takes, and what is served too late.
+
+- `timing_auc_distance`: one tenant times lookups and puts of blocks, of which another tenant has half. The area under
+  the ROC curve of these times says how well they tell the halves apart; its distance from 0.5 is 0 for not at all.
+- `prime_probe_auc`: one tenant fills DRAM and counts which of its blocks are gone after another tenant did, or did not,
+  store some. Room that tenants share shows that; the second figure is with maxima that leave each its own room.
+- `flood_hits_lost`, `flood_lookup_p99`: a quiet tenant reads what it keeps within its guaranteed minimum, while another
+  stores at 50 times its rate. Turns with and without the flood alternate.
+- `stale_versions`: lookups by sessions of changing weights; blocks with a time to live and pinned blocks among them.
+  Hits of another version, of what has expired, and pinned blocks that are gone are counted.
+
+A tenant here is a group: this process changes its effective group while it connects, so it must be root.
+
+    python benchmarks/tenants.py [--quick] [--json] [--only ROW ...]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from support.daemon import BLOCK_TOKENS, MIB, BenchDaemon, bench_daemon, model, payloads
+from support.report import AT_MOST, Measure, Row, parser_of, percentile, printed, progress, within
+
+from kvstore_client import Session
+from kvstore_proto.fingerprint import Fingerprint
+
+GROUPS = {"quiet": 61001, "other": 61002}
+TENANTS = "".join(f'[[tenant]]\nname = "{name}"\ngids = [{gid}]\n%({name})s' for name, gid in GROUPS.items())
+BLOCK_BYTES = 4096
+MODEL = model(BLOCK_BYTES)
+SLOT_BYTES = 2 * BLOCK_BYTES
+FLOOD = 50  # times as many requests
+QUIET_HZ = 20.0
+OPTIONS: dict[str, Any] = {"staging_bytes": 4 * MIB}
+
+
+@contextmanager
+def acting_as(tenant: str) -> Iterator[None]:
+    """Connections that this process makes meanwhile are those of `tenant`."""
+    before = os.getegid()
+    os.setegid(GROUPS[tenant])
+    try:
+        yield
+    finally:
+        os.setegid(before)
+
+
+def connect(daemon: BenchDaemon, tenant: str, fingerprint: Fingerprint = MODEL) -> Session:
+    with acting_as(tenant):
+        return daemon.connect(fingerprint, **OPTIONS)
+
+
+def tenants(**settings: str) -> str:
+    """Return a configuration with both tenants, each with its `settings`."""
+    return TENANTS % (dict.fromkeys(GROUPS, "") | settings)
+
+
+def tokens_of(number: int, blocks: int) -> npt.NDArray[np.int32]:
+    """Return a prompt of `blocks` blocks that no other number has."""
+    tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.int32)
+    tokens[0] = number
+    return tokens
+
+
+def auc(positive: Sequence[float], negative: Sequence[float]) -> float:
+    """Return how likely a random one of `positive` is above a random one of `negative`; ties count half."""
+    values = np.concatenate([positive, negative])
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    n = len(positive)
+    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * len(negative)))
+
+
+# What a tenant learns of another by time
+
+
+def _lookup(session: Session, number: int) -> None:
+    session.lookup(tokens_of(number, 1))
+
+
+def _put(session: Session, number: int) -> None:
+    session.put(tokens_of(number, 1), payloads=[_PAYLOAD], durability="none")
+
+
+_PAYLOAD = payloads(1, BLOCK_BYTES)[0]
+PROBES: dict[str, Callable[[Session, int], None]] = {"lookup": _lookup, "put": _put}
+
+
+def timing(quick: bool) -> list[Row]:
+    """Time probes of blocks that another tenant has, and of blocks that nobody has, in random order."""
+    count, worst = 3000 if quick else 10_000, 0.0
+    with bench_daemon("host.capacity=768MiB", "nvme.enabled=false", config=tenants()) as daemon:  # noqa: SIM117
+        with connect(daemon, "quiet") as quiet, connect(daemon, "other") as other:
+            for first, (name, probe) in enumerate(PROBES.items(), 1):
+                numbers = list(range(first * 100_000, first * 100_000 + 2 * count))
+                random.Random(first).shuffle(numbers)
+                stored = set(numbers[::2])
+                for number in stored:
+                    quiet.put(tokens_of(number, 1), payloads=[_PAYLOAD], durability="none")
+                random.Random(-first).shuffle(numbers)
+                times: dict[bool, list[float]] = {True: [], False: []}
+                for warming in range(200):
+                    probe(other, 90_000_000 + first * 1000 + warming)
+                for number in numbers:
+                    began = time.perf_counter()
+                    probe(other, number)
+                    times[number in stored].append(time.perf_counter() - began)
+                distance = abs(auc(times[True], times[False]) - 0.5)
+                progress(f"{name}: distance {distance:.4f} of {len(times[True])} probes of each kind")
+                worst = max(worst, distance)
+    return [within("timing_auc_distance", worst, "from 0.5", 0.03)]
+
+
+def prime_and_probe(quick: bool) -> list[Row]:
+    """Fill DRAM, let the other tenant store or not, and count own blocks that are gone."""
+    rounds, blocks, rows = 20 if quick else 60, 8 * MIB // SLOT_BYTES, list[Row]()
+    shares = {"shared room": "", "a maximum each": 'host_max = "16MiB"\n'}
+    for number, (name, share) in enumerate(shares.items()):
+        settings = tenants(quiet=share, other=share)
+        with bench_daemon("host.capacity=48MiB", "host.staging=16MiB", "nvme.enabled=false", config=settings) as daemon:
+            gone = {False: list[float](), True: list[float]()}
+            with connect(daemon, "other") as spy, connect(daemon, "quiet") as quiet:
+                for turn in range(2 * rounds):
+                    base = 10_000 * (turn + 1)
+                    primed = [tokens_of(base + each, 64) for each in range(4 * blocks // 64 + 8)]
+                    for tokens in primed:
+                        spy.put(tokens, payloads=[_PAYLOAD] * 64, durability="none")
+                    before = sum(spy.lookup(tokens).blocks for tokens in primed)
+                    is_active = bool(turn % 2)
+                    if is_active:
+                        for each in range(4):
+                            quiet.put(tokens_of(base + 5000 + each, 64), payloads=[_PAYLOAD] * 64, durability="none")
+                    gone[is_active].append(before - sum(spy.lookup(tokens).blocks for tokens in primed))
+            found = auc(gone[True], gone[False])
+        progress(f"prime and probe, {name}: AUC {found:.3f}")
+        rows.append(Row("prime_probe_auc" + "_with_maxima" * number, found, "AUC", 0.5, "nothing learned"))
+    return rows
+
+
+# What a flood takes
+
+
+def _flood(daemon: BenchDaemon, stop: Any, sent: Any) -> None:
+    """Store new blocks at `FLOOD` times the quiet tenant's rate, as far as the machine allows, until `stop` is set."""
+    with connect(daemon, "other") as session:
+        began, number = time.monotonic(), 0
+        while not stop.is_set():
+            number += 1
+            session.put(tokens_of(1_000_000 + number, 8), payloads=[_PAYLOAD] * 8, durability="none")
+            sent.value += 1
+            time.sleep(max(0.0, began + number / (FLOOD * QUIET_HZ) - time.monotonic()))
+
+
+def _quiet_turn(session: Session, conversations: int, seconds: float) -> tuple[list[float], int, int]:
+    """Look up and get one conversation after the other at a pace. Return the lookups' times, and blocks hit and asked
+    for."""
+    times, hits, asked, chance = list[float](), 0, 0, random.Random(1)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        tokens = tokens_of(chance.randrange(conversations), 8)
+        began = time.perf_counter()
+        session.lookup(tokens)
+        times.append(time.perf_counter() - began)
+        with session.get(tokens) as lease:
+            hits, asked = hits + lease.blocks, asked + 8
+        if lease.blocks < 8:
+            session.put(tokens, payloads=[_PAYLOAD] * 8, durability="none")
+        time.sleep(1 / QUIET_HZ)
+    return times, hits, asked
+
+
+def flood(quick: bool) -> list[Row]:
+    """Alternate turns of a quiet tenant alone and beside a flood."""
+    turns, seconds = (2, 5.0) if quick else (6, 15.0)
+    conversations = 30 * MIB // (8 * SLOT_BYTES)  # of 32 MiB that are guaranteed
+    settings = tenants(quiet='host_min = "32MiB"\nhost_weight = 1\n', other="host_weight = 1\n")
+    alone, beside = [list[float](), 0, 0], [list[float](), 0, 0]
+    with bench_daemon("host.capacity=128MiB", "host.staging=16MiB", "nvme.enabled=false", config=settings) as daemon:  # noqa: SIM117
+        with connect(daemon, "quiet") as quiet:
+            for number in range(conversations):
+                quiet.put(tokens_of(number, 8), payloads=[_PAYLOAD] * 8, durability="none")
+            for turn in range(2 * turns):
+                into, sent = (beside, multiprocessing.Value("q", 0)) if turn % 2 else (alone, None)
+                stop = multiprocessing.Event()
+                other = multiprocessing.Process(target=_flood, args=(daemon, stop, sent)) if sent is not None else None
+                if other is not None:
+                    other.start()
+                    time.sleep(1.0)
+                times, hits, asked = _quiet_turn(quiet, conversations, seconds)
+                into[0] += times
+                into[1], into[2] = into[1] + hits, into[2] + asked
+                if other is not None and sent is not None:
+                    stop.set()
+                    other.join()
+                    progress(
+                        f"flood: {sent.value / len(times):.0f} puts of 8 blocks for each lookup of the quiet tenant"
+                    )
+    lost = 100 * (alone[1] / alone[2] - beside[1] / beside[2])
+    p99 = [percentile(kind[0], 99) * 1e3 for kind in (beside, alone)]
+    return [
+        within("flood_hits_lost", max(lost, 0.0), "points", 2.0),
+        Row("flood_lookup_p99", p99[0], "ms", p99[1], "without the flood", AT_MOST, 3.0),
+    ]
+
+
+# What is served too late
+
+
+def stale(quick: bool) -> list[Row]:
+    """Count hits of weights of another version, of expired blocks, and pinned blocks that are gone."""
+    lookups, versions, prompts = (20_000, 10, 40) if quick else (1_000_000, 50, 200)
+    wrong = {"of another version": 0, "expired": 0, "pinned and gone": 0}
+    done, chance = 0, random.Random(2)
+    limits = ("host.capacity=64MiB", "host.staging=16MiB", "nvme.enabled=false", "limits.pinned_per_tenant=16MiB")
+    with bench_daemon(*limits, config=tenants()) as daemon, connect(daemon, "other") as noise:
+        for version in range(1, versions + 1):
+            named = replace(MODEL, weights="policy", weights_version=version)
+            with connect(daemon, "quiet", named) as session:
+                mine = np.full(BLOCK_BYTES, version % 251, np.uint8)
+                wrong["of another version"] += sum(session.lookup(tokens_of(each, 2)).blocks for each in range(prompts))
+                for each in range(prompts):
+                    pin = {"pin": "kept"} if each % 10 == 0 else {"ttl": 1} if each % 10 == 1 else {}
+                    session.put(tokens_of(each, 2), payloads=[mine] * 2, durability="none", **pin)
+                over = time.monotonic() + 1.0
+                until = done + lookups // versions
+                while done < until:
+                    each = chance.randrange(prompts)
+                    began = time.monotonic()
+                    found = session.lookup(tokens_of(each, 2)).blocks
+                    done += 1
+                    if each % 10 == 1 and began > over:
+                        wrong["expired"] += found > 0
+                    elif each % 10 == 0:
+                        wrong["pinned and gone"] += found < 2
+                    if done % 500 == 0:
+                        noise.put(tokens_of(10**6 + done, 64), payloads=[_PAYLOAD] * 64, durability="none")
+                        with session.get(tokens_of(each, 2)) as lease:
+                            bytes_ = {int(lease.payload(block)[0]) for block in range(lease.blocks)}
+                            wrong["of another version"] += bool(bytes_ - {version % 251})
+                while time.monotonic() <= over:
+                    time.sleep(0.05)
+                for each in range(1, prompts, 10):
+                    wrong["expired"] += session.lookup(tokens_of(each, 2)).blocks > 0
+    progress("; ".join(f"{name}: {count}" for name, count in wrong.items()))
+    return [Row("stale_versions", float(sum(wrong.values())), "served wrongly", float(done), "lookups", AT_MOST, 0.0)]
+
+
+MEASURES: Mapping[str, Measure] = {
+    "timing_auc_distance": timing, "prime_probe_auc": prime_and_probe, "flood_hits_lost": flood,
+    "stale_versions": stale,
+}  # fmt: skip
+"""What measures a row, and perhaps rows beside it."""
+
+
+def main() -> int:
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="the rows of these alone")
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("a tenant here is a group that this process takes while it connects: run it as root")
+    rows = [row for name in options.only for row in MEASURES[name](options.quick)]
+    return printed(rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

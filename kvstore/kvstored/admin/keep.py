@@ -1,0 +1,90 @@
+"""An operator's order how long stored blocks are kept: time to live, priority and pins, for a selection of a tenant.
+
+A tenant's own clients say so by touch; this is for blocks by key, model or tenant. It works in slices, so that lookups
+are answered meanwhile. What a pin may hold is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.admin.block_list import BlockList
+from kvstored.clients.codes import terms_of
+from kvstored.store.assembly import Store
+from kvstored.store.blocks.listing import select_all
+
+SLICE_ROWS = 256
+MIN_KEY_DIGITS = 6
+
+
+class Keeping:
+    """A service by which an operator sets the terms of stored blocks. `blocks` selects them."""
+
+    def __init__(self, store: Store, blocks: BlockList) -> None:
+        self._store, self._residency, self._blocks = store, store.residency, blocks
+
+    async def keep(self, request: pb.KeepRequest) -> pb.KeepReply:
+        """Set the terms in `request` of the blocks that it selects, and return how many these are. Raises KVStoreError,
+        having changed nothing, for a selection of nothing and for pins that are not allowed."""
+        if not request.tenant:
+            raise KVStoreError(ErrorKind.INVALID, "name the tenant whose blocks are meant (see: kvctl tenants)")
+        if request.all + bool(request.model) + bool(request.key_prefix) != 1:
+            raise KVStoreError(ErrorKind.INVALID, "say which blocks by one of: a key, a model, all")
+        terms, retention, residency = terms_of(request.terms), self._store.retention, self._residency
+        wanted = pb.BlocksRequest(tenant=request.tenant, model=request.model, key_prefix=request.key_prefix)
+        tenant = self._blocks.selection(wanted).tenant
+        assert tenant is not None
+        tokens = await self._selected(wanted, below=request.below)
+        retention.check(tenant, terms, 0, [row for row in map(residency.current, tokens) if row >= 0])
+        reply = pb.KeepReply()
+        for first in range(0, len(tokens), SLICE_ROWS):
+            rows = [row for row in map(residency.current, tokens[first : first + SLICE_ROWS]) if row >= 0]
+            if terms.ttl_s is not None:
+                retention.end_all_at(rows, terms.ttl_s)
+            retention.change(rows, terms._replace(ttl_s=None))
+            reply.blocks += len(rows)
+            reply.bytes += sum(map(residency.payload_bytes, rows))
+            await asyncio.sleep(0)
+        if terms.ttl_s is not None:
+            for _ in retention.settle_chains():
+                await asyncio.sleep(0)
+        return reply
+
+    async def _selected(self, wanted: pb.BlocksRequest, *, below: bool) -> Sequence[int]:
+        """Return tokens of the selected blocks: with a key, the block, and those before it or, with `below`, those that
+        continue it."""
+        residency, digits = self._residency, wanted.key_prefix
+        if digits and len(digits) < MIN_KEY_DIGITS:
+            raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")
+        tokens: list[int] = []
+        async for rows in select_all(residency, self._blocks.selection(wanted)):
+            tokens += map(residency.token, rows.tolist())
+        if not digits:
+            return tokens
+        if len(tokens) != 1:
+            why = f"{len(tokens)} keys begin with it: give more digits" if tokens else "no stored block has such a key"
+            raise KVStoreError(ErrorKind.NOT_FOUND if not tokens else ErrorKind.INVALID, f"{digits}: {why}")
+        row = residency.current(tokens[0])
+        if below and row >= 0:
+            rows = await asyncio.to_thread(_descendants, np.array(residency.rows.parent), row)
+            return tokens + [residency.token(each) for each in rows.tolist() if residency.tier_mask(each)]
+        while row >= 0 and (row := residency.parent(row)) >= 0:
+            if residency.tier_mask(row):
+                tokens.append(residency.token(row))
+        return tokens
+
+
+def _descendants(parents: npt.NDArray[np.int32], row: int) -> npt.NDArray[np.int64]:
+    """Return the rows that have `row` among their ancestors. `parents` has the parent of each row, -1: none."""
+    above = np.append(np.where(parents < 0, len(parents), parents), len(parents))
+    is_below = above == row
+    while (above != len(parents)).any():  # twice as far with each pass
+        is_below |= is_below[above]
+        above = above[above]
+    return np.flatnonzero(is_below[:-1])

@@ -1,0 +1,71 @@
+"""Orders are what operators and trainers have said to the running daemon and that outlives it: settings of tenants, and
+versions of weights.
+
+They are read before a client is served, and an operator's order is synced before its call is answered. If they cannot
+be read at the start, the daemon serves without them and reads them later. The module does not know their meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstored.state.process import StateProcess
+
+log = logging.getLogger(__name__)
+TENANTS, WEIGHTS = "tenants", "weights"  # databases
+START_S = 10.0  # the longest that a start waits
+Entry = tuple[bytes, bytes]
+
+
+class Orders:
+    """The entries of the databases `TENANTS` and `WEIGHTS` of the small state, in memory and through `process`. The
+    functions in `on_read` are called once, when the saved entries are read; what was ordered before them remains."""
+
+    def __init__(self, process: StateProcess) -> None:
+        self._process = process
+        self.entries: dict[str, dict[bytes, bytes]] = {TENANTS: {}, WEIGHTS: {}}
+        self.is_read = False
+        self.on_read: list[Callable[[], None]] = []
+
+    async def read_before_serving(self) -> None:
+        """Read the saved entries. If that fails or takes longer than `START_S` seconds, log it."""
+        try:
+            async with asyncio.timeout(START_S):
+                await self.read()
+        except (OSError, TimeoutError) as error:
+            why = str(error) or f"it takes more than {START_S:g} s"
+            log.warning("saved settings of tenants and versions of weights cannot be read (%s): not in force yet", why)
+
+    async def read(self) -> None:
+        """Read the saved entries, unless that was done already. Raises OSError."""
+        if self.is_read:
+            return
+        await self._process.open()
+        saved = {name: dict(await self._process.read(name)) for name in self.entries}
+        if not self.is_read:
+            self.is_read = True
+            for name, entries in saved.items():
+                self.entries[name] = entries | self.entries[name]
+            for function in self.on_read:
+                function()
+
+    async def save(self, name: str, key: bytes, value: bytes | None) -> None:
+        """Save `value` for `key` in the database `name`, None: remove the entry; it survives a loss of power. The
+        caller changes `entries` next. Raises KVStoreError, having changed nothing."""
+        try:
+            await self.read()
+            async with self._process.transaction(durable=True) as change:
+                if value is None:
+                    await change.remove(name, [key])
+                else:
+                    await change.put(name, [(key, value)])
+        except OSError as error:
+            what = f"{self._process.path} cannot be written ({error.strerror or error})"
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"nothing was changed: {what}: make room there") from None
+
+    def items(self, name: str) -> list[Entry]:
+        """Return the entries of the database `name`, in order."""
+        return sorted(self.entries[name].items())

@@ -1,0 +1,165 @@
+"""Pins keep blocks from eviction for named owners, within bounds for each owner and each tenant.
+
+A pin of a block is one bit of the column `pinned_by`; the names of a tenant's owners are here. All pins of an owner end
+together, at a time that is set with them or by an operator. `Retention` alone calls this module to change pins.
+
+Invariants: an owner's bit is given to another owner only when no block has it and no put under way will set it. Work
+over all pinned blocks is done in steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_tiers.host import HostTier
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.config.schema import LimitsSection
+from kvstored.store.blocks import Residency
+
+OWNERS_MAX = 32  # of pins of one tenant: a bit each
+ALL_OWNERS = (1 << OWNERS_MAX) - 1
+PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
+STEP_BLOCKS = 1024  # unpinned in one step: a millisecond
+_ALL = ""  # the owner under which `_coming` counts all of a tenant's owners together
+
+
+class Pins:
+    """The owners of pins, by tenant: what each has pinned, may pin, and when its pins end. `host` is the tier that
+    clients map; `limits` are the configured bounds."""
+
+    def __init__(self, residency: Residency, clock: Clock, limits: LimitsSection, host: HostTier) -> None:
+        self._residency, self._clock, self._limits, self._host = residency, clock, limits, host
+        self._names: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
+        self._bytes: Counter[tuple[int, int]] = Counter()  # by tenant and bit, slots of blocks that have the bit
+        self._coming: Counter[tuple[int, str]] = Counter()  # by tenant and owner, slots that a put under way will pin
+        self.ends: dict[tuple[int, str], int] = {}  # by tenant and owner: the monotonic second at which its pins end
+        residency.owners_changed = self._count
+
+    def check(self, tenant: int, owner: str, nbytes: int, rows: Sequence[int]) -> None:
+        """Check that `tenant` may pin the stored blocks `rows`, and new blocks whose slots have `nbytes`, for `owner`.
+        Raises KVStoreError when that is more than the owner or the tenant may pin."""
+        bit, residency = self.bit_of(tenant, owner), self._residency
+        dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
+        share_bytes = dram_bytes // PINNED_SHARE
+        pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
+        bounds = (
+            ("the tenant", "tenant", residency.pinned_bytes[tenant], _ALL, ALL_OWNERS),
+            (f"owner {owner!r}", "owner", self._bytes[tenant, bit.bit_length() - 1], owner, bit),
+        )
+        for who, what, held_bytes, coming, mask in bounds:
+            limit_bytes = min(getattr(self._limits, f"pinned_per_{what}_bytes"), share_bytes)
+            held_bytes += self._coming[tenant, coming]
+            more_bytes = nbytes + sum(slot_bytes for owners, slot_bytes in pinned if not owners & mask)
+            if more_bytes and held_bytes + more_bytes > limit_bytes:
+                raise KVStoreError(
+                    ErrorKind.TOO_LARGE,
+                    f"{who} has pinned {held_bytes} bytes, and {more_bytes} more are over "
+                    f"limits.pinned_per_{what}, or half of DRAM, {limit_bytes}: unpin some",
+                )
+
+    def hold(self, tenant: int, owner: str, nbytes: int) -> Callable[[], None]:
+        """Reserve `nbytes` and the owner's bit for a put that `check` allowed. Return a function that ends the
+        reservation; call it once, when the blocks are stored or given up."""
+        if not owner:
+            return lambda: None
+
+        def count(sign: int) -> None:
+            for each in (owner, _ALL):
+                self._coming[tenant, each] += sign * nbytes
+                if not self._coming[tenant, each]:
+                    del self._coming[tenant, each]
+
+        count(1)
+        return partial(count, -1)
+
+    def set(self, rows: Sequence[int], pin: str, unpin: str, pin_ttl_s: int | None) -> None:
+        """Pin the blocks `rows` for the owner `pin`, and end the pins of the owner `unpin` on them; "" is nobody. With
+        `pin_ttl_s`, all pins of `pin` end after so many seconds, 0: never."""
+        if pin and rows:
+            self._set_end(self._residency.tenant_of(rows[0]), pin, pin_ttl_s)
+        for row in rows:
+            tenant = self._residency.tenant_of(row)
+            owners = self._residency.pinned_by(row) & ~self.bit_of(tenant, unpin, is_new=False)
+            self._residency.set_owners(row, owners | self.bit_of(tenant, pin))
+
+    def _set_end(self, tenant: int, owner: str, ttl_s: int | None) -> None:
+        """Let all pins of `owner` end `ttl_s` seconds from now, for 0 never, for None as before; an owner without pins
+        begins without an end."""
+        bit = self.bit_of(tenant, owner).bit_length() - 1
+        if ttl_s is not None or not self._bytes[tenant, bit]:
+            self.ends.pop((tenant, owner), None)
+        if ttl_s:
+            self.ends[tenant, owner] = self._clock.monotonic_ns() // NS_PER_S + ttl_s
+
+    def names(self, row: int) -> list[str]:
+        """Return the names of the owners that have pinned the block at `row`."""
+        bits = self._residency.pinned_by(row)
+        names = self._names.get(self._residency.tenant_of(row), []) if bits else []
+        return [name for bit, name in enumerate(names) if bits >> bit & 1]
+
+    def rows_of(self, tenant: int, owner: str = "") -> list[int]:
+        """Return the rows of the blocks of `tenant` that `owner` has pinned, or that any owner has ("")."""
+        bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
+        column = self._residency.rows.optional.view("pinned_by")
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column & np.uint32(bits))
+        found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
+        return found
+
+    def steps_to_unpin(self, tenant: int, owner: str = "") -> Iterator[list[int]]:
+        """End the pins of `owner` on blocks of `tenant`, or of all its owners (""), a number of blocks at a time. Yield
+        the rows of the blocks that lost a pin in each step; the index may change between steps."""
+        bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
+        rows, residency = self.rows_of(tenant, owner), self._residency
+        for first in range(0, len(rows), STEP_BLOCKS):
+            step = [row for row in rows[first : first + STEP_BLOCKS] if residency.pinned_by(row) & bits]
+            step = [row for row in step if residency.tenant_of(row) == tenant]
+            for row in step:
+                residency.set_owners(row, residency.pinned_by(row) & ~bits)
+            yield step
+
+    def due(self) -> list[tuple[int, str]]:
+        """Return tenant and name of each owner whose pins should have ended by now."""
+        if not self.ends:
+            return []
+        now_s = self._clock.monotonic_ns() // NS_PER_S
+        return [owner for owner, ends_s in self.ends.items() if ends_s <= now_s]
+
+    def bit_of(self, tenant: int, owner: str, *, is_new: bool = True) -> int:
+        """Return the bit of `owner` among the tenant's owners of pins; 0 when `owner` is "" or unknown and not
+        `is_new`. Raises KVStoreError when the tenant has `OWNERS_MAX` owners already."""
+        names = self._names.setdefault(tenant, [])
+        if owner and owner in names:  # "" is the name of a bit that was freed
+            return 1 << names.index(owner)
+        if not owner or not is_new:
+            return 0
+        if len(names) == OWNERS_MAX:
+            self._forget_idle(tenant, names)
+        if "" in names:
+            names[names.index("")] = owner
+        else:
+            names.append(owner)
+        return 1 << names.index(owner)
+
+    def _forget_idle(self, tenant: int, names: list[str]) -> None:
+        """Free the bits of owners that have no pin any more, and that no put under way will pin for. Raises
+        KVStoreError when there is no such owner."""
+        for bit, name in enumerate(names):
+            if not self._bytes[tenant, bit] and not self._coming[tenant, name]:
+                self.ends.pop((tenant, name), None)
+                names[bit] = ""
+        if "" not in names:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{OWNERS_MAX} owners have pins of this tenant, no more can: let one unpin all"
+            )
+
+    def _count(self, row: int, before: int, after: int) -> None:
+        """Count that the owners of the block at `row` were `before` and are `after`, each a set of bits."""
+        tenant, nbytes = self._residency.tenant_of(row), self._residency.slot_bytes(row)
+        for bit in range((before | after).bit_length()):
+            if (before ^ after) >> bit & 1:
+                self._bytes[tenant, bit] += nbytes if after >> bit & 1 else -nbytes
