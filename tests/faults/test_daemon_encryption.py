@@ -5,6 +5,7 @@ Each scan reads the raw bytes of every file of the state directory, slabs and fr
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ pytest.importorskip("cryptography", reason="needs the extra encryption")
 from kvstore_proto.arena import SEALED
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme.inspect import Inspector
+from kvstored.clock import SystemClock
+from kvstored.state.process import StateProcess
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, daemon_directory, ended_with, eventually
@@ -107,6 +110,18 @@ def test_no_file_shows_what_was_put_and_a_restart_finds_all_of_it(daemon: Runnin
     daemon.start()
     assert got(daemon, 1) == BLOCKS
     daemon.stop()
+    asyncio.run(must_be_copied_unread(daemon))
+
+
+async def must_be_copied_unread(daemon: RunningDaemon) -> None:
+    """A backup needs no key; to show what is in small state does."""
+    process = StateProcess(daemon.state_dir, "any", SystemClock(), shared=True)
+    copy = await process.copy(daemon.directory)
+    (original,) = daemon.state_dir.glob("state-*.mdb")
+    assert copy.name == original.name and copy.stat().st_size
+    with pytest.raises(OSError, match="a daemon with the key shows them"):
+        await process.read("pins")
+    await process.close()
 
 
 def test_only_tenants_that_say_so_are_encrypted(daemon: RunningDaemon) -> None:
