@@ -129,7 +129,7 @@ def torture(assignment: Assignment, figures: Figures) -> None:
 
 @contextmanager
 def _stored(daemon: ListingDaemon) -> Iterator[list[Session]]:
-    """Sessions of the victim, about its own blocks and those of its pool, and of the attacker. All have stored the same
+    """Sessions of the victim, about its own blocks and its pool's, and of the attacker. All have stored the same
     tokens."""
     with ExitStack() as stack:
         sessions = []

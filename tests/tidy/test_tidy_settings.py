@@ -37,6 +37,7 @@ _COMPANY = {  # what a setting does not go without
     "events.replay": ("events.listen=ipc:///tmp/events",),
     "unary.listen": ("unary.tokens_file=/tmp/elsewhere",),
     "unary.tls_cert": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_key=/tmp/key"),
+    "unary.tls_client_ca": ("unary.listen=localhost:1", "unary.tls_cert=/tmp/cert", "unary.tls_key=/tmp/key"),
     "unary.tls_key": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_cert=/tmp/cert"),
 }
 _OTHER_VALUES = (

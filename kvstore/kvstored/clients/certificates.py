@@ -1,5 +1,5 @@
 """The certificate of the TCP listener for unary calls, which a reload renews without closing a connection, and the
-names in those of its callers.
+names in its callers' certificates.
 
 The module owns what is served: a new pair replaces it only when its files are whole and belong together, so a
 half-written renewal changes nothing.
@@ -22,8 +22,8 @@ _ANY_SAN, _COMMON_NAME = "x509_subject_alternative_name", "x509_common_name"
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the TCP listener serves, in PEM: its private key and its certificate chain, and the certificates of the
-    authorities of clients, None if clients need no certificate."""
+    """The files that the TCP listener uses, in PEM: its private key and its certificate chain, and the certificates of
+    clients' authorities, None if clients need no certificate."""
 
     key: bytes
     chain: bytes

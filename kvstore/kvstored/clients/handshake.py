@@ -56,7 +56,7 @@ class HandshakeServer:
 
     def start(self, listener: socket.socket, socket_of: str = "") -> None:
         """Accept clients on the socket `listener` from now on, and no longer on an earlier listener for the same
-        callers: those of the tenant `socket_of`, or all. Connected clients stay."""
+        callers: clients of the tenant `socket_of`, or all if it is "". Connected clients stay."""
         self.stop(socket_of)
         listener.setblocking(False)
         self._listeners[socket_of] = _Listener(listener, socket_of)

@@ -117,7 +117,7 @@ class ClientSessions:
 
     def pool_for(self, caller: Tenant, pool: str) -> tuple[Tenant, bool]:
         """Return the tenant that is the shared pool `pool`, and whether `caller` may put blocks there; for a pool ""
-        the caller itself. Raises KVStoreError, in the same words whether there is such a pool or not."""
+        the caller itself. Raises KVStoreError, in the same words whether the pool exists or not."""
         if not pool:
             return caller, True
         found = self._tenants.pool(pool, caller)
@@ -135,9 +135,9 @@ class ClientSessions:
         pool: str = "",
     ) -> ClientSession:
         """Return a new session for the client process `peer`, called `name`, of the tenant `caller`, about its own
-        blocks or those of `pool`. It gets up to `staging_bytes` of staging memory, less if the budget for all clients
-        has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, for one
-        client of the tenant too many, and for a client that computes with weights of which there are newer ones."""
+        blocks or the blocks of `pool`. It gets up to `staging_bytes` of staging memory, less if the budget for all
+        clients has less left, and none if it may not put. Raises KVStoreError for a pool that is not the caller's, for
+        one client of the tenant too many, and for a client that computes with weights of which there are newer ones."""
         tenant, may_write = self.pool_for(caller, pool)
         caller_id, most = self._store.residency.tenant(caller.index_name), self._store.config.limits.clients_per_tenant
         if sum(session.caller_id == caller_id for session in self._by_token.values()) >= most:
@@ -161,9 +161,9 @@ class ClientSessions:
     def open_call(
         self, caller: Tenant, fingerprint: Fingerprint, name: str, *, pool: str = "", exact: bool = True
     ) -> ClientSession:
-        """Return a session for one unary call of `caller`, which needs no end, about its own blocks or those of `pool`.
-        Its fingerprint is not remembered, so that made-up ones cost nothing: call `note_fingerprint` before blocks are
-        stored under it. Raises KVStoreError for a pool that is not the caller's.
+        """Return a session for one unary call of `caller`, which needs no end, about its own blocks or the blocks of
+        `pool`. Its fingerprint is not remembered, so that made-up ones cost nothing: call `note_fingerprint` before
+        blocks are stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
         tenant, may_write = self.pool_for(caller, pool)
         self._weights.admit(tenant, fingerprint)

@@ -55,7 +55,7 @@ class TenantShares:
             self._retention.defaults[tenant_id] = terms
 
     def _payer(self, limits: TenantSection) -> TenantSection:
-        """Return the limits against which a tenant's blocks count: those of a shared pool's publisher, or its own."""
+        """Return the limits against which a tenant's blocks count: its own, or a shared pool's publisher's."""
         return (self._tenants.section(limits.publisher) or limits) if limits.is_pool else limits
 
     def _charged_to(self, name: str) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 """The settings of a tenant that say who is that tenant beside uid and gid: cgroups, a socket of its own, names in a
-certificate; and those that make it a shared pool. Settings that contradict each other are errors here.
+certificate; and the settings that make it a shared pool. Settings that contradict each other are errors here.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class TenantSection:
 
     @property
     def is_pool(self) -> bool:
-        """True for a shared pool: no caller is this tenant, and those of the tenants that it lists use its blocks."""
+        """True for a shared pool: no caller is this tenant, and callers of the tenants that it lists use its blocks."""
         return bool(self.publisher)
 
     def share(self, tier: str) -> TierShare:

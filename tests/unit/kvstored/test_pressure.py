@@ -1,4 +1,4 @@
-"""What is refused when too much is under way: prefetch first, then puts, and gets for their own tenant's work alone."""
+"""Work is refused when too much is under way: prefetch first, then puts, and gets for their own tenant's work alone."""
 
 from __future__ import annotations
 

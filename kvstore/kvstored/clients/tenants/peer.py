@@ -22,7 +22,7 @@ class Peer:
 
     `pid` is 0 if the process is in a pid namespace that the daemon cannot see into. `cgroup` is a label for people, ""
     if unknown. `control_group` is the process's path in the hierarchy of cgroup version 2, by which a tenant may be
-    recognised; "" unless the daemon is sure that it is that of the process which connected. `has_no_uid` and
+    recognised; "" unless the daemon is sure that the process which connected has it. `has_no_uid` and
     `has_no_gid` are true if the number stands for any user or group that the daemon's user namespace does not map.
     `gid` is the primary group; others are not known. `socket_of` is the tenant to whose own socket the process
     connected, "" for the common one."""
