@@ -30,6 +30,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from kvstore_proto.arena import SEAL_BYTES, SEALED, TOKENS_OFFSET, BlockHeader, Coded
+from kvstore_proto.identity import split_keys
 from kvstore_tiers.recovered import Column
 from kvstore_tiers.segments import Segment, buffer_at, checksum_at
 
@@ -67,7 +68,7 @@ class DataKey:
         """Write the stored bytes in `segments` to `target`, encrypted. Return the header for the medium. `header` is
         complete, with the slot's generation."""
         salt, nonce = os.urandom(16), os.urandom(12)
-        veiled = [self.veil(name) for name in (header.key, header.parent, header.extra)]
+        veiled = split_keys(self.veil(header.key + header.parent + header.extra))
         form = Coded(SEALED | header.codec, header.stored_bytes, 0)
         seal = _SEAL.pack(self.number, salt, nonce, _NO_TAG, bytes(16))
         hidden = replace(
@@ -114,7 +115,7 @@ class DataKey:
     def reveal(self, sealed: BlockHeader) -> BlockHeader:
         """Return what a header or record on the medium says of an encrypted block without its stored bytes: no
         checksums, no token ids."""
-        names = [self.unveil(name) for name in (sealed.key, sealed.parent, sealed.extra)]
+        names = split_keys(self.unveil(sealed.key + sealed.parent + sealed.extra))
         codec = sealed.codec ^ SEALED
         return replace(
             sealed, key=names[0], parent=names[1], extra=names[2], checksum=0, tokens=b"", seal=b"",
