@@ -16,11 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from support.report import AT_LEAST, AT_MOST, Row, main, progress
@@ -124,8 +125,9 @@ class Reader:
         small.residency.exactness.tenants.add(self._client.tenant_id)
         self._payloads = [kv_block(number, shape)[1] for number in range(8)]
 
-    async def put(self, chain: int, blocks: int) -> None:
-        keys = keys_of(chain, blocks)
+    async def put(self, keys: Sequence[bytes]) -> None:
+        """Store the chain `keys`, and wait until it is on NVMe."""
+        blocks = len(keys)
         arrays = [self._payloads[number % len(self._payloads)] for number in range(blocks)]
         offer = Offer(
             0, b"".join(keys), keys, [bytes(16), *keys[:-1]], [bytes(16)] * blocks, [self.nbytes] * blocks,
@@ -142,11 +144,26 @@ class Reader:
             if residency.has(row, residency.mapped):
                 self._small.leave_host(row)
         began = time.perf_counter()
-        held = await self._driven.operations.get.acquire(self._client, GetRequest(b"".join(keys)))
+        found = await self.get(keys)
         taken_s = time.perf_counter() - began
-        assert held.run is not None and held.blocks == blocks, held
-        self._driven.operations.get.release(self._client, [held.run.lease_id])
+        assert found == blocks, found
         return taken_s
+
+    async def get(self, keys: Sequence[bytes]) -> int:
+        """Lease the leading blocks of the chain `keys` that are stored, release them and return their number."""
+        held = await self._driven.operations.get.acquire(self._client, GetRequest(b"".join(keys)))
+        if held.run is not None:
+            self._driven.operations.get.release(self._client, [held.run.lease_id])
+        return held.blocks
+
+    def pass_time(self) -> None:
+        """Let a second pass, with the maintenance that comes in it."""
+        self._small.clock.advance(s=1)
+        self._small.store.tick()
+
+    def blocks(self) -> int:
+        """Return the number of blocks on NVMe."""
+        return self._small.residency.tier_blocks(self._small.residency.durable)
 
     def holds(self) -> tuple[int, int]:
         """Return the bytes of slots on NVMe, and what they would be without a codec."""
@@ -169,8 +186,11 @@ async def reader(case: Case, shape: PayloadShape, *settings: str) -> AsyncIterat
         residency.shape_of = lambda digest, group, nbytes: shape if nbytes == shape.nbytes else None
         return residency
 
-    module.make_residency = with_shape  # type: ignore[attr-defined]
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with (
+        mock.patch.object(module, "make_residency", with_shape),
+        tempfile.TemporaryDirectory(dir=shared) as directory,
+    ):
         chosen = (*SETTINGS, *settings)
         async with small_store(Path(directory), *chosen, clock=ManualClock(NS_PER_S)) as small:
             yield Reader(small, case, shape)
@@ -184,11 +204,11 @@ async def compare(case: Case, turns: int) -> tuple[list[float], list[float]]:
             plain = await stack.enter_async_context(reader(case, shape))
             auto = await stack.enter_async_context(reader(case, shape, *AUTO))
             for each in (plain, auto):
-                await each.put(1, 16)
+                await each.put(keys_of(1, 16))
                 for _ in range(5):
                     await each.get_s(1, 16)  # what is chosen follows what was measured
                     await asyncio.sleep(0.2)
-                await each.put(2, BLOCKS)
+                await each.put(keys_of(2, BLOCKS))
             taken: tuple[list[float], list[float]] = ([], [])
             for turn in range(turns):
                 for each in (plain, auto) if turn % 2 else (auto, plain):
@@ -228,7 +248,7 @@ async def capacity(codec: str, accepts_lossy: bool, target: float) -> Row:
     case = Case(f"capacity_{codec}", 1, "f16", accepts_lossy, target)
     shape = kv_shape(LAYERS, 64, 3, 64, case.dtype)
     async with reader(case, shape, f"nvme.codec={codec}", "nvme.codec_staging=64MiB") as full:
-        await full.put(1, BLOCKS)
+        await full.put(keys_of(1, BLOCKS))
         stored, whole = full.holds()
     return Row(case.name, whole / MIB, "MiB", stored / MIB, "bytes of slots", AT_LEAST, target)
 

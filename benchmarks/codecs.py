@@ -5,7 +5,7 @@ The engine computed the payloads from texts of this repository for SmolLM2-135M 
 the frames' heads and tables; the figure is for the model that gains less. Speeds are for whole blocks, encoded and
 decoded in turns with one thread's memcpy of 256 MB, the baseline. They are by processor time, of this process and the
 one in which a codec works, so other work on the machine changes them little. Each figure is the median of the turns,
-for the slower of both models.
+for the slower of both models. The rows of `codec_hits.py` and `kvflow.py` follow.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import codec_hits
+import kvflow
 import numpy as np
 from support.kv_payloads import MODELS, Bytes, Payloads, as_bfloat16, computed
 from support.report import AT_LEAST, Row, main, median, progress
@@ -63,7 +65,7 @@ def measure(quick: bool) -> list[Row]:
                 progress(f"{model} {kind} {name}: {one.put_bytes / one.stored_bytes:.4f}")
     ratios = [_ratio_row(name, kind, each) for (name, kind), each in found.items() if each]
     speeds = [row for name in SPEEDS if found[name, "f16"] for row in _speed_rows(name, found[name, "f16"])]
-    return [*ratios, *speeds]
+    return [*ratios, *speeds, *codec_hits.measure(quick), *kvflow.measure(quick)]
 
 
 def _measured(codec: Codec, given: Payloads, rounds: int, source: Bytes, target: Bytes) -> Measured:

@@ -40,14 +40,13 @@ TENANTS = "".join(f'[[tenant]]\nname = "{name}"\ngids = [{gid}]\n%({name})s' for
 BLOCK_BYTES = 4096
 MODEL = model(BLOCK_BYTES)
 SLOT_BYTES = 2 * BLOCK_BYTES
-FLOOD = 50  # times as many requests
-QUIET_HZ = 20.0
+FLOOD = 50  # puts for each round of the quiet tenant
 OPTIONS: dict[str, Any] = {"staging_bytes": 4 * MIB}
 
 
 @contextmanager
 def acting_as(tenant: str) -> Iterator[None]:
-    """Connections that this process makes meanwhile are those of `tenant`."""
+    """Let connections that this process makes meanwhile belong to `tenant`."""
     before = os.getegid()
     os.setegid(GROUPS[tenant])
     try:
@@ -93,7 +92,7 @@ def _put(session: Session, number: int) -> None:
     session.put(tokens_of(number, 1), payloads=[_PAYLOAD], durability="none")
 
 
-_PAYLOAD = payloads(1, BLOCK_BYTES)[0]
+_PAYLOAD, _LARGE = payloads(1, BLOCK_BYTES)[0], payloads(1, 16 * BLOCK_BYTES)[0]
 PROBES: dict[str, Callable[[Session, int], None]] = {"lookup": _lookup, "put": _put}
 
 
@@ -124,25 +123,23 @@ def timing(quick: bool) -> list[Row]:
 
 def prime_and_probe(quick: bool) -> list[Row]:
     """Fill DRAM, let the other tenant store or not, and count own blocks that are gone."""
-    rounds, blocks, rows = 20 if quick else 60, 8 * MIB // SLOT_BYTES, list[Row]()
-    shares = {"shared room": "", "a maximum each": 'host_max = "16MiB"\n'}
+    rounds, large, rows = 8 if quick else 50, model(16 * BLOCK_BYTES), list[Row]()
+    room = ("host.capacity=24MiB", "host.staging=8MiB", "host.arena=1MiB", "nvme.enabled=false")
+    shares = {"shared room": "", "a maximum each": 'host_max = "7MiB"\n'}
     for number, (name, share) in enumerate(shares.items()):
-        settings = tenants(quiet=share, other=share)
-        with bench_daemon("host.capacity=48MiB", "host.staging=16MiB", "nvme.enabled=false", config=settings) as daemon:
-            gone = {False: list[float](), True: list[float]()}
-            with connect(daemon, "other") as spy, connect(daemon, "quiet") as quiet:
+        gone: dict[bool, list[float]] = {False: [], True: []}
+        with bench_daemon(*room, config=tenants(quiet=share, other=share)) as daemon:  # noqa: SIM117
+            with connect(daemon, "other", large) as spy, connect(daemon, "quiet", large) as quiet:
                 for turn in range(2 * rounds):
-                    base = 10_000 * (turn + 1)
-                    primed = [tokens_of(base + each, 64) for each in range(4 * blocks // 64 + 8)]
+                    primed = [tokens_of(100 * turn + each, 32) for each in range(8)]  # 17 MiB
                     for tokens in primed:
-                        spy.put(tokens, payloads=[_PAYLOAD] * 64, durability="none")
+                        spy.put(tokens, payloads=[_LARGE] * 32, durability="none")
                     before = sum(spy.lookup(tokens).blocks for tokens in primed)
                     is_active = bool(turn % 2)
                     if is_active:
-                        for each in range(4):
-                            quiet.put(tokens_of(base + 5000 + each, 64), payloads=[_PAYLOAD] * 64, durability="none")
+                        quiet.put(tokens_of(turn, 32), payloads=[_LARGE] * 32, durability="none")
                     gone[is_active].append(before - sum(spy.lookup(tokens).blocks for tokens in primed))
-            found = auc(gone[True], gone[False])
+        found = auc(gone[True], gone[False])
         progress(f"prime and probe, {name}: AUC {found:.3f}")
         rows.append(Row("prime_probe_auc" + "_with_maxima" * number, found, "AUC", 0.5, "nothing learned"))
     return rows
@@ -152,62 +149,63 @@ def prime_and_probe(quick: bool) -> list[Row]:
 
 
 def _flood(daemon: BenchDaemon, stop: Any, sent: Any) -> None:
-    """Store new blocks at `FLOOD` times the quiet tenant's rate, as far as the machine allows, until `stop` is set."""
+    """Store new blocks without pause, and count the puts in `sent`, until `stop` is set."""
     with connect(daemon, "other") as session:
-        began, number = time.monotonic(), 0
         while not stop.is_set():
-            number += 1
-            session.put(tokens_of(1_000_000 + number, 8), payloads=[_PAYLOAD] * 8, durability="none")
             sent.value += 1
-            time.sleep(max(0.0, began + number / (FLOOD * QUIET_HZ) - time.monotonic()))
+            session.put(tokens_of(1_000_000 + sent.value, 8), payloads=[_PAYLOAD] * 8, durability="none")
 
 
-def _quiet_turn(session: Session, conversations: int, seconds: float) -> tuple[list[float], int, int]:
-    """Look up and get one conversation after the other at a pace. Return the lookups' times, and blocks hit and asked
-    for."""
-    times, hits, asked, chance = list[float](), 0, 0, random.Random(1)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        tokens = tokens_of(chance.randrange(conversations), 8)
-        began = time.perf_counter()
-        session.lookup(tokens)
-        times.append(time.perf_counter() - began)
-        with session.get(tokens) as lease:
-            hits, asked = hits + lease.blocks, asked + 8
-        if lease.blocks < 8:
-            session.put(tokens, payloads=[_PAYLOAD] * 8, durability="none")
-        time.sleep(1 / QUIET_HZ)
-    return times, hits, asked
+class _Turns:
+    """The quiet tenant's times and hits, over all turns of one kind."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.hits = self.asked = 0
+
+    def add(self, session: Session, conversations: int, rounds: int, may_go_on: Callable[[int], bool]) -> None:
+        """Look up and get `rounds` conversations; `may_go_on(number)` says when the next one has its turn."""
+        chance = random.Random(1)
+        for number in range(rounds):
+            while not may_go_on(number):
+                time.sleep(0.002)
+            tokens = tokens_of(chance.randrange(conversations), 8)
+            began = time.perf_counter()
+            session.lookup(tokens)
+            self.times.append(time.perf_counter() - began)
+            with session.get(tokens) as lease:
+                self.hits, self.asked = self.hits + lease.blocks, self.asked + 8
+            if lease.blocks < 8:
+                session.put(tokens, payloads=[_PAYLOAD] * 8, durability="none")
+
+    @property
+    def hit_percent(self) -> float:
+        return 100 * self.hits / self.asked
 
 
 def flood(quick: bool) -> list[Row]:
-    """Alternate turns of a quiet tenant alone and beside a flood."""
-    turns, seconds = (2, 5.0) if quick else (6, 15.0)
+    """Alternate turns of a quiet tenant alone and beside a flood of `FLOOD` puts for each of its rounds."""
+    turns, rounds = (2, 30) if quick else (6, 150)
     conversations = 30 * MIB // (8 * SLOT_BYTES)  # of 32 MiB that are guaranteed
     settings = tenants(quiet='host_min = "32MiB"\nhost_weight = 1\n', other="host_weight = 1\n")
-    alone, beside = [list[float](), 0, 0], [list[float](), 0, 0]
-    with bench_daemon("host.capacity=128MiB", "host.staging=16MiB", "nvme.enabled=false", config=settings) as daemon:  # noqa: SIM117
-        with connect(daemon, "quiet") as quiet:
-            for number in range(conversations):
-                quiet.put(tokens_of(number, 8), payloads=[_PAYLOAD] * 8, durability="none")
-            for turn in range(2 * turns):
-                into, sent = (beside, multiprocessing.Value("q", 0)) if turn % 2 else (alone, None)
-                stop = multiprocessing.Event()
-                other = multiprocessing.Process(target=_flood, args=(daemon, stop, sent)) if sent is not None else None
-                if other is not None:
-                    other.start()
-                    time.sleep(1.0)
-                times, hits, asked = _quiet_turn(quiet, conversations, seconds)
-                into[0] += times
-                into[1], into[2] = into[1] + hits, into[2] + asked
-                if other is not None and sent is not None:
-                    stop.set()
-                    other.join()
-                    progress(
-                        f"flood: {sent.value / len(times):.0f} puts of 8 blocks for each lookup of the quiet tenant"
-                    )
-    lost = 100 * (alone[1] / alone[2] - beside[1] / beside[2])
-    p99 = [percentile(kind[0], 99) * 1e3 for kind in (beside, alone)]
+    alone, beside, room = _Turns(), _Turns(), ("host.capacity=128MiB", "host.staging=16MiB", "nvme.enabled=false")
+    with bench_daemon(*room, config=settings) as daemon, connect(daemon, "quiet") as quiet:
+        for number in range(conversations):
+            quiet.put(tokens_of(number, 8), payloads=[_PAYLOAD] * 8, durability="none")
+        for _ in range(turns):
+            sent, stop = multiprocessing.Value("q", 0), multiprocessing.Event()
+            other = multiprocessing.Process(target=_flood, args=(daemon, stop, sent))
+            other.start()
+            began = time.monotonic()
+            beside.add(quiet, conversations, rounds, lambda number: sent.value >= FLOOD * (number + 1))  # noqa: B023
+            each_s = (time.monotonic() - began) / rounds
+            progress(f"flood: {sent.value / rounds:.0f} puts of 8 blocks for each lookup and get, every {each_s:.2f} s")
+            stop.set()
+            other.join()
+            began = time.monotonic()
+            pause_s = min(each_s, 0.2)
+            alone.add(quiet, conversations, rounds, lambda number: time.monotonic() > began + number * pause_s)  # noqa: B023
+    lost, p99 = alone.hit_percent - beside.hit_percent, [percentile(kind.times, 99) * 1e3 for kind in (beside, alone)]
     return [
         within("flood_hits_lost", max(lost, 0.0), "points", 2.0),
         Row("flood_lookup_p99", p99[0], "ms", p99[1], "without the flood", AT_MOST, 3.0),

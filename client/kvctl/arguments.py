@@ -13,6 +13,7 @@ from kvctl.keep import KEEP_EXAMPLES, add_keep_options, check_keep
 from kvctl.output import MEANINGS
 from kvctl.state import EXAMPLES as STATE_EXAMPLES
 from kvctl.state import add_state_options, check_state
+from kvctl.warm import WARM_EXAMPLES, add_warm_options, check_warm
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
 from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
@@ -97,6 +98,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     ),
     "state": STATE_EXAMPLES,
     **KEEP_EXAMPLES,
+    **WARM_EXAMPLES,
     "events": (
         "whether KV events are published for routers, and the events as they happen",
         [
@@ -189,6 +191,7 @@ def build_parser() -> Parser:
     )
     add_state_options(made["state"])
     add_keep_options(made)
+    add_warm_options(made["warm"])
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
@@ -359,4 +362,5 @@ def _epilog() -> str:
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
     "state": check_state, "tenants": _check_tenants, **dict.fromkeys(KEEP_EXAMPLES, check_keep),
+    "warm": check_warm,
 }  # fmt: skip

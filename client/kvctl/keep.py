@@ -158,10 +158,12 @@ def _tokens_of_text(path: str, url: str) -> str:
     return ",".join(map(str, tokens))
 
 
-def post_json(url: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Send `body` to `url` by POST, and return the JSON object that comes back. Raises CommandError."""
+def post_json(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Send `body` to `url` by POST, or ask by GET for None, and return the JSON object that comes back. Raises
+    CommandError."""
+    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:

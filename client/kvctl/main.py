@@ -28,6 +28,7 @@ from kvctl.report import report
 from kvctl.show import config, tenants
 from kvctl.state import state
 from kvctl.top import top
+from kvctl.warm import warm
 from kvstore_client.paths import socket_directory
 from kvstore_console.command_line import report_error, run_program
 from kvstore_console.printable import printable
@@ -64,6 +65,7 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "pin": keep,
     "unpin": keep,
     "ttl": keep,
+    "warm": warm,
     "state": state,
 }
 

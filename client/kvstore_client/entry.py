@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,12 +20,14 @@ from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.objects import OBJECTS
 
 if TYPE_CHECKING:
     from kvstore_client.device import DeviceMemory
 
 DEFAULT_CONNECT_TIMEOUT_S = 0.5
 MAX_NAME_BYTES = 4096  # of a client
+WEIGHTS_VARIABLE = "KVSTORED_WEIGHTS"
 DEFAULT_STAGING_BYTES = 72 * 1024 * 1024  # 64 blocks of 1 MiB and their headers
 
 
@@ -45,13 +48,12 @@ def connect(
     rng: random.Random | None = None,
 ) -> Session:
     """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
-    /run/kvstored). If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and
-    reconnects by itself; with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`,
-    the protocol or the user for good, KVStoreError is raised in both cases.
+    /run/kvstored).
 
     If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and reconnects by itself;
     with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`, the protocol or the
-    user for good, KVStoreError is raised in both cases. `deadline_s` is the time for a call without its own.
+    user for good, KVStoreError is raised in both cases. $KVSTORED_WEIGHTS, such as policy:7, names weights for a
+    fingerprint without any. `deadline_s` is the time for a call without its own.
     `staging_bytes` is the shared memory for puts; with 0 the session only reads. `prefault` enters leased pages into
     the page table at each get. `stream="grpc"` uses the gRPC stream even if the daemon has a direct one, which is four
     times as fast. `device` is the CUDA device of the engine, counted as in this process; leases may then name blocks in
@@ -62,6 +64,7 @@ def connect(
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")
+    fingerprint = _with_weights(fingerprint)
     connect_timeout_s = positive_seconds("connect_timeout_s", connect_timeout_s)
     options = ClientOptions(
         _directory(socket),
@@ -107,3 +110,15 @@ def _device_memory(device: int | DeviceMemory | None) -> DeviceMemory | None:
     from kvstore_client.device import DeviceMemory
 
     return DeviceMemory(number)
+
+
+def _with_weights(fingerprint: Fingerprint) -> Fingerprint:
+    """Return `fingerprint` with the weights and the version that the environment variable KVSTORED_WEIGHTS names, such
+    as policy:7, where it names none itself. Objects do not depend on weights."""
+    said = os.environ.get(WEIGHTS_VARIABLE, "")
+    if not said or fingerprint.weights or fingerprint == OBJECTS:
+        return fingerprint
+    name, _, version = said.rpartition(":")
+    if not name or not version.isdecimal():
+        raise invalid(f"{WEIGHTS_VARIABLE} must be NAME:VERSION, such as policy:7, got {shown(said)}")
+    return replace(fingerprint, weights=name, weights_version=int(version))

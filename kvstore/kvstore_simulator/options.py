@@ -1,5 +1,5 @@
-"""The options `--gpu` and `--remote`: settings of the store's tier in a device's memory and the link to it, and of the
-store that nodes share.
+"""The options `--gpu`, `--remote` and `--cxl`: settings of the store's tier in a device's memory and the link to it, of
+the store that nodes share, and of CXL memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvstored.policy_names import ADMISSIONS, SHARES
 
 _GPU = "--gpu policy=lru,admission=always,rate=5GB/s,to-gpu=25GB/s,from-gpu=26GB/s,latency=10us"
 _REMOTE = "--remote latency=2ms,jitter=1ms,bandwidth=1GB/s,loss=0.01,capacity=1TiB,share=reused"
+_CXL = "--cxl latency=300ns,bandwidth=36GB/s"
 _CHOICES = {"policy": POLICIES, "admission": ADMISSIONS, "from_nvme": (BOUNCE, OFF)}
 _RATES = {"to-gpu": "write_bytes_per_s", "from-gpu": "read_bytes_per_s"}
 
@@ -88,12 +89,32 @@ def parse_remote(text: str) -> RemoteSpec:
     return spec
 
 
+def read_cxl(text: str, medium: MediumSpec) -> MediumSpec:
+    """Return `medium` with what `text`, the value of the option --cxl, changes. Raises ValueError with one line."""
+    rates: dict[str, float] = {}
+
+    def take(name: str, value: str) -> None:
+        if name == "latency":
+            rates["latency_s"] = parse_seconds(value)
+        elif name == "bandwidth":
+            rates["read_bytes_per_s"] = float(parse_size(value.removesuffix("/s")))
+        else:
+            raise ValueError("that is not known here")
+
+    if text:
+        _take_all("--cxl", text, _CXL, take)
+    changed = replace(medium, **rates)  # type: ignore[arg-type]
+    if not (changed.read_bytes_per_s > 0 and 0 <= changed.latency_s <= 60):
+        raise ValueError(f"--cxl {text}: bandwidth is above 0, latency 60s at most; such as {_CXL}")
+    return changed
+
+
 def parse_seconds(text: str) -> float:
-    """Return the seconds in `text`, such as "2ms", "10us" or "1s". Raises ValueError for other text."""
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+    """Return the seconds in `text`, such as "2ms", "300ns" or "1s". Raises ValueError for other text."""
+    for unit, scale in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * scale
-    raise ValueError("a time has a unit: us, ms or s")
+    raise ValueError("a time has a unit: ns, us, ms or s")
 
 
 def _take_all(option: str, text: str, form: str, take: Callable[[str, str], None]) -> None:

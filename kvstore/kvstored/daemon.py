@@ -65,7 +65,7 @@ from kvstored.rpc.health import HealthService
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.unary import SERVICE
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.recorded import recorded
+from kvstored.rpc.verbs.recorded import recorded, tokens_of
 from kvstored.socket_files import SocketFiles
 from kvstored.sockets import SocketError, prepare_directory
 from kvstored.state.process import StateProcess
@@ -250,7 +250,9 @@ def make_services(
     explain = Explain(views, misses)
     verbs = Verbs(store, operations, misses, explain.own, weights.bump)
     if config.daemon.record is not None:
-        verbs = recorded(verbs, config.daemon.record, clock, stack, hides_keys=tenants.data_keys is not None)
+        said = (partial(tokens_of, store, tenants.encrypts),) if config.daemon.record_tokens else ()
+        hides_keys = tenants.data_keys is not None
+        verbs = recorded(verbs, config.daemon.record, clock, stack, *said, hides_keys=hides_keys)
     answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)

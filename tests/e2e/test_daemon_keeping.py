@@ -1,4 +1,4 @@
-"""What operators and trainers say of tenants' blocks while the daemon runs: shares, terms, versions of weights."""
+"""Operators and trainers have a say while the daemon runs: shares of tenants, terms of blocks, versions of weights."""
 
 from __future__ import annotations
 
@@ -175,6 +175,19 @@ def test_a_bump_ends_what_computes_with_older_weights(capfdbinary: Any) -> None:
             with pytest.raises(KVStoreError, match="versions only grow"):
                 trainer.bump_weights("policy", 3)
         assert stored(daemon, 1, version(8)) == 0
+
+
+def test_engines_take_the_version_from_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_daemon() as daemon:
+        monkeypatch.setenv("KVSTORED_WEIGHTS", "policy:3")
+        fill(daemon, 1)
+        with daemon.connect(OBJECTS) as trainer:
+            assert not trainer.fingerprint.weights and trainer.bump_weights("policy", 4) == 4
+        with pytest.raises(KVStoreError, match="are at version 4, this client has 3"):
+            daemon.connect(MODEL)
+        monkeypatch.setenv("KVSTORED_WEIGHTS", "policy")
+        with pytest.raises(KVStoreError, match="must be NAME:VERSION, such as policy:7"):
+            daemon.connect(MODEL)
 
 
 def test_a_client_with_newer_weights_is_a_bump(capfdbinary: Any) -> None:

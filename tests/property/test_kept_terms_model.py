@@ -57,7 +57,7 @@ class Model:
             self.terms[key] = expires_s, priority if terms.priority is None else terms.priority, owners
 
     def renew(self, touched: set[bytes], ttl_s: int) -> None:
-        """From the end of each chain: a touched block lives for `ttl_s`, none shorter than one that continues it."""
+        """Go from the end of each chain: a touched block lives for `ttl_s`, none shorter than one that continues it."""
         wanted_s = self.wall_ns // NS_PER_S + ttl_s if ttl_s else NEVER
         for first in range(0, BLOCKS, CHAIN):
             needed_s = 0

@@ -17,6 +17,7 @@ from tests.tidy.tree import ROOT
 _DEPLOY = ROOT / "deploy"
 _UNIT = _DEPLOY / "systemd/kvstored.service"
 _HOLDER_UNIT = _DEPLOY / "systemd/kvstored-holder.service"
+_SOCKET_UNIT = _DEPLOY / "systemd/kvstored.socket"
 _GPU_DROP_IN = _DEPLOY / "systemd/kvstored.service.d/gpu.conf"
 _GPU_NODES_UNIT = _DEPLOY / "systemd/kvstored-gpu-nodes.service"
 _INSTALLED_IN = "/opt/kvstored/bin"
@@ -60,6 +61,39 @@ def test_systemd_understands_what_a_gpu_adds(tmp_path: Path) -> None:
     assert (_verify(unit), _verify(nodes)) == ("", "")
     drop_in.write_text(_GPU_DROP_IN.read_text().replace("DeviceAllow", "DeviceAllows"))
     assert "DeviceAllows" in _verify(unit), "the drop-in was not read"
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+@pytest.mark.parametrize("source", [_UNIT, _HOLDER_UNIT], ids=lambda path: path.stem)
+def test_systemd_finds_little_exposed(tmp_path: Path, source: Path, with_gpu: bool) -> None:
+    (tmp_path / source.name).write_text(source.read_text())
+    if with_gpu:
+        (tmp_path / f"{source.name}.d").mkdir()
+        (tmp_path / f"{source.name}.d/gpu.conf").write_text(_GPU_DROP_IN.read_text())
+    command = [_tool("systemd-analyze"), "security", "--offline=true", "--threshold=15", str(tmp_path / source.name)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout[-200:] + run.stderr
+
+
+def test_every_line_of_the_sandbox_has_its_reason() -> None:
+    """A comment above it, or above the lines that it belongs to."""
+    sandbox = _UNIT.read_text().partition("# Sandbox")[2].partition("[Install]")[0]
+    groups = re.split(r"\n(?=#)", sandbox.strip())
+    assert len(groups) >= 10
+    assert all(len([line for line in group.splitlines() if "=" in line and line[0] != "#"]) <= 6 for group in groups)
+
+
+def test_systemd_understands_the_socket(tmp_path: Path) -> None:
+    unit, service = tmp_path / _SOCKET_UNIT.name, tmp_path / _UNIT.name
+    unit.write_text(_SOCKET_UNIT.read_text())
+    service.write_text(re.sub(rf"{_INSTALLED_IN}/\w+", sys.executable, _UNIT.read_text()))
+    assert _verify(unit) == ""
+    unit.write_text(_SOCKET_UNIT.read_text().replace("SocketUser", "SocketOwner"))
+    assert "SocketOwner" in _verify(unit)
+    settings = dict(line.split("=", 1) for line in _UNIT.read_text().splitlines() if "=" in line and line[0].isalpha())
+    socket_file = Path(f"/run/{settings['RuntimeDirectory']}/handshake.sock")
+    assert f"ListenSequentialPacket={socket_file}\n" in _SOCKET_UNIT.read_text()
+    assert settings["RuntimeDirectoryPreserve"] == "yes", "a stop would remove the socket's file"
 
 
 def test_a_gpu_loosens_nothing_but_the_devices_of_nvidia() -> None:

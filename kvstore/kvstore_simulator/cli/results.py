@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvstored.exits import EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
+    from kvstore_simulator.page_trace import PageTrace
     from kvstore_simulator.trace import Trace
 
 Advance = Callable[[str, int, int], None]
@@ -24,7 +25,7 @@ class Results:
     HTML `page` for people. `note` is text that no row has, printed beside --csv.
     """
 
-    trace: Trace
+    trace: Trace | PageTrace
     model: str
     facts: dict[str, Any]
     rows: list[dict[str, Any]]

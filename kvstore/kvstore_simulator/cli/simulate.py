@@ -1,5 +1,5 @@
 """`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds. With --mode timing (module
-`timing`): the latency on one machine or several.
+`timing`): the latency on one machine or several. With --format pages (module `decode`): the reads of a decode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore_console.command_line import Commands, one_of, some_of, words
-from kvstore_simulator.cli import reading, timing
+from kvstore_simulator.cli import decode, reading, timing
 from kvstore_simulator.cli.results import Advance, Results, carry_out, keep
 from kvstored.exits import failure, mistake
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _BLOCKS_MAX = 1e12
 _CAPACITY, _POLICY = "0.01,0.05,0.1", "lru,best"
 _REPLAY_ONLY = ("capacity", "hints", "cost", "reuse_distance")
+_PAGES = "pages"
 _EXAMPLES = """\
 examples:
   kvstored simulate chat.jsonl.gz --format mooncake --capacity 0.01,0.05,0.1 --policy lru,lfu-ttl,best
@@ -36,6 +37,7 @@ examples:
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --without prefetch,overlap,weigh,write-behind
   kvstored simulate chat.jsonl.gz --format mooncake --mode timing --speed 0.3 --predictor session-return,oracle
   kvstored simulate chat.jsonl.gz --format mooncake --nodes 8 --remote latency=2ms,bandwidth=10GB/s --routing all
+  kvstored simulate smollm2-135m --format pages --scratch 16MiB --cxl latency=400ns,bandwidth=20GB/s
 
 Every table of a replay begins with two bounds: unbounded (room for everything) and clairvoyant (knows the future).
 Every table of mode timing begins with the engine alone and the baseline, an engine with a host cache.
@@ -52,7 +54,7 @@ def add_simulate(commands: Commands) -> None:
         epilog=_EXAMPLES,
     )
     simulate.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, gzip or not; - for standard input")
-    simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code or kvstored")
+    simulate.add_argument("--format", required=True, metavar="NAME", help="mooncake, claude-code, kvstored or pages")
     simulate.add_argument(
         "--mode", default="replay", metavar="MODE",
         help="replay: hits at capacities (default); timing: time to first token on a machine",
@@ -77,6 +79,7 @@ def add_simulate(commands: Commands) -> None:
     reading.add_options(simulate)
     timing.add_options(simulate)
     timing.add_fleet_options(simulate)
+    decode.add_options(simulate)
     simulate.add_argument("--model", default="llama-3.1-8b", metavar="NAME", help="whose compute and bytes are counted")
     simulate.add_argument(
         "--reuse-distance", action="store_true", help="also: how far apart uses of a block are (mode replay)"
@@ -95,15 +98,22 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         has_nodes = any(getattr(arguments, option) is not None for option in timing.FLEET_OPTIONS)
         mode = "timing" if has_nodes else one_of("--mode", arguments.mode, ("replay", "timing"))
-        others = timing.OPTIONS if mode == "replay" else _REPLAY_ONLY
+        others = (timing.OPTIONS if mode == "replay" else _REPLAY_ONLY) + decode.OPTIONS
+        where = f"mode {mode}"
+        if arguments.format == _PAGES:
+            where, others = f"--format {_PAGES}", decode.WITHOUT
+            if (mode, arguments.part, arguments.admission) != ("replay", "all", "always"):
+                raise ValueError(f"--mode, --part and --admission have no meaning in {where}; leave them out")
         for option in others:
-            if getattr(arguments, option) not in (None, False):
-                raise ValueError(f"--{option.replace('_', '-')} has no meaning in mode {mode}; leave it out")
+            if getattr(arguments, option) not in (None, False, 0.0):
+                raise ValueError(f"--{option.replace('_', '-')} has no meaning in {where}; leave it out")
         _check_plot(arguments)
     except ValueError as error:
         return mistake(str(error))
     except OSError as error:
         return failure(f"cannot write {arguments.plot}: {error.strerror}")
+    if arguments.format == _PAGES:
+        return carry_out(arguments, partial(decode.find, arguments))
     if has_nodes:
         return carry_out(arguments, partial(timing.find_fleet, arguments, _policies))
     return carry_out(

@@ -27,8 +27,8 @@ Sums = npt.NDArray[np.float64]
 
 async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.TenantsReply:
     """Add the figures of each account (a user of an engine that serves several users as one tenant) to `reply.tenants`,
-    whose entries are in the order of the block index's tenants, then who is each tenant, and the listed tenants that
-    have not been seen yet. Return `reply`."""
+    whose entries are in the order of the block index's tenants. Then add who is each tenant, and the listed tenants
+    that have not been seen yet. Return `reply`."""
     residency, flows = parts.store.residency, parts.store.flows
     found: dict[tuple[int, str], pb.AccountStatus] = {}
 

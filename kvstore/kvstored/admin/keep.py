@@ -57,8 +57,8 @@ class Keeping:
         return reply
 
     async def _selected(self, wanted: pb.BlocksRequest, *, below: bool) -> Sequence[int]:
-        """Return tokens of the selected blocks: with a key, the block, and those before it or, with `below`, those that
-        continue it."""
+        """Return tokens of the selected blocks: with a key, the block, and its ancestors or, with `below`, all blocks
+        that continue it."""
         residency, digits = self._residency, wanted.key_prefix
         if digits and len(digits) < MIN_KEY_DIGITS:
             raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")

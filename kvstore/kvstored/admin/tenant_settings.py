@@ -40,7 +40,7 @@ class TenantSettings:
         self._turn = asyncio.Lock()
 
     async def set(self, request: pb.SetTenantRequest) -> pb.SetTenantReply:
-        """Give the tenant that `request` names its settings, and take back those that it lists or, with `reset`, all.
+        """Give the tenant that `request` names its settings, and take back the ones it lists or, with `reset`, all.
         Return the tenant with the settings in force. Raises KVStoreError, having changed nothing."""
         async with self._turn:
             name = request.name

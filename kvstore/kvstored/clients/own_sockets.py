@@ -42,14 +42,16 @@ class OwnSockets:
             self._handshake.stop(tenant)
             self._files.remove(self.path_of(tenant))
         for tenant in sorted(wanted - self._bound):
+            path, is_bound = self.path_of(tenant), False
             try:
-                clear_stale(self.path_of(tenant))
+                clear_stale(path)
                 self._listen(tenant)
+                is_bound = True
             except SocketError as error:
                 if required:
                     raise
                 log.error("%s", error)
-            self._files.watch(self.path_of(tenant), partial(self._listen_again, tenant))
+            self._files.watch(path, partial(self._listen_again, tenant), is_bound=is_bound)
         self._bound = wanted
 
     def _listen(self, tenant: str) -> None:

@@ -284,7 +284,7 @@ def with_orders(config: Config, orders: Mapping[str, Mapping[str, Any]]) -> Conf
 
 def tenant_sections(raw: Any, config: Config, ordered: Container[str] = ()) -> tuple[TenantSection, ...]:
     """Return the tenants' sections from `raw`, the TOML value of [[tenant]]. Percentages in it are of the tiers'
-    capacities in `config`. The tenants `ordered` may be those of users whom none lists. Raises ConfigError."""
+    capacities in `config`. A tenant in `ordered` may have the name of a user whom none lists. Raises ConfigError."""
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
     known, found = _TENANT_KEYS | share_keys(config).keys(), dict[str, TenantSection]()

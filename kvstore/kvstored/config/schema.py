@@ -21,6 +21,7 @@ class DaemonSection:
     admin_group: str
     state_dir: Path
     record: Path | None
+    record_tokens: bool
     log_level: str
     nice: int
     state_rate_bytes: int

@@ -47,12 +47,13 @@ class Pins:
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
         share_bytes = dram_bytes // PINNED_SHARE
         pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
+        of_tenant, of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
         bounds = (
-            ("the tenant", "tenant", residency.pinned_bytes[tenant], _ALL, ALL_OWNERS),
-            (f"owner {owner!r}", "owner", self._bytes[tenant, bit.bit_length() - 1], owner, bit),
+            ("the tenant", "tenant", of_tenant, residency.pinned_bytes[tenant], _ALL, ALL_OWNERS),
+            (f"owner {owner!r}", "owner", of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, bit),
         )
-        for who, what, held_bytes, coming, mask in bounds:
-            limit_bytes = min(getattr(self._limits, f"pinned_per_{what}_bytes"), share_bytes)
+        for who, what, most_bytes, held_bytes, coming, mask in bounds:
+            limit_bytes = min(most_bytes, share_bytes)
             held_bytes += self._coming[tenant, coming]
             more_bytes = nbytes + sum(slot_bytes for owners, slot_bytes in pinned if not owners & mask)
             if more_bytes and held_bytes + more_bytes > limit_bytes:
@@ -78,8 +79,8 @@ class Pins:
         return partial(count, -1)
 
     def set(self, rows: Sequence[int], pin: str, unpin: str, pin_ttl_s: int | None) -> None:
-        """Pin the blocks `rows` for the owner `pin`, and end the pins of the owner `unpin` on them; "" is nobody. With
-        `pin_ttl_s`, all pins of `pin` end after so many seconds, 0: never."""
+        """Pin the blocks `rows` for the owner `pin`, and end the pins of the owner `unpin` on them; "" is nobody. All
+        pins of `pin` end `pin_ttl_s` seconds from now, 0: never, None: as before."""
         if pin and rows:
             self._set_end(self._residency.tenant_of(rows[0]), pin, pin_ttl_s)
         for row in rows:

@@ -111,7 +111,7 @@ class Retention:
 
     def stored(self, rows: Sequence[int], terms: Terms) -> None:
         """Set the terms of the new blocks `rows`. `terms` contain the tenant's defaults already. Headers have all terms
-        but pins, and but the longer life that a block gets from those that continue it; these are noted to be saved.
+        but pins, and but the longer life that a block gets from its descendants; these are noted to be saved.
         """
         if terms != NO_TERMS:
             self._set(rows, terms)
@@ -148,7 +148,7 @@ class Retention:
 
     def change(self, rows: Sequence[int], terms: Terms) -> None:
         """Set the terms of the blocks `rows`, parents before children, to `terms`: the expiry may become sooner or
-        later, the priority lower or higher. No block expires before those that continue it.
+        later, the priority lower or higher. No block expires before its descendants.
         """
         facts = self._residency.terms_of
         before = [facts(row) for row in rows] if self.later.is_followed else []
@@ -174,7 +174,7 @@ class Retention:
     # Chains
 
     def _set_expiry(self, rows: Sequence[int], expires_s: int) -> None:
-        """Let the blocks `rows` expire at `expires_s`, or with the last of those that continue them; and let the blocks
+        """Let the blocks `rows` expire at `expires_s`, or with the last block that continues them; and let the blocks
         before them live as long."""
         residency, optional = self._residency, self._residency.rows.optional
         above = [residency.parent(row) for row in rows]
@@ -237,8 +237,8 @@ class Retention:
             self._hide_expired()
 
     def settle_chains(self, *, at_start: bool = False) -> Iterator[None]:
-        """Let each block live as long as those that continue it, in steps of some 2 ms. At the start, when headers and
-        saved terms may not agree, also what has expired."""
+        """Let each block live as long as its descendants, in steps of some 2 ms. At the start, when headers and saved
+        terms may not agree, also what has expired."""
         for first in range(0, self._residency.rows.capacity, PART_ROWS):
             column = self._residency.rows.optional.view("expires_s")
             if column is None:

@@ -2,10 +2,10 @@
 it.
 
 The module owns the file and the thread that writes it. The control thread only puts an event into a bounded queue; if
-the queue is full, the event is dropped and counted. Token ids, payload and names of tenants are never written. Keys are
-cut to 64 bits, or hashed where something is encrypted at rest, and a key that was written before stands for its whole
-chain, so a long session costs a few new keys a turn. After a kill -9 the file is whole up to some second before it. It
-is closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
+the queue is full, the event is dropped and counted. Payload and names of tenants are never written, and token ids only
+if `daemon.record_tokens` asks for them. Keys are cut to 64 bits, or hashed where something is encrypted at rest, and a
+key that was written before stands for its whole chain, so a long session costs a few new keys a turn. After a kill -9
+the file is whole up to some second before it. It is closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import threading
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,7 +50,8 @@ class RecordedRequest:
     first.
 
     `found` is the number of readable blocks or, for a put, of stored ones. `block_tokens` comes from the client's
-    fingerprint; `prompt_tokens` is 0 if not known. `hinted` is the content of a hint.
+    fingerprint; `prompt_tokens` is 0 if not known. `hinted` is the content of a hint. `tokens` are the token ids of the
+    blocks `keys`, packed as 32-bit numbers, or empty.
     """
 
     op: str
@@ -62,6 +64,7 @@ class RecordedRequest:
     found: int
     prompt_tokens: int = 0
     hinted: Hinted | None = None
+    tokens: bytes = b""
 
 
 class Recorder:
@@ -153,6 +156,8 @@ class Recorder:
             said = event.hinted
             row |= {"w": said.will_continue, "s": said.next_step or None, "a": said.answer_tokens or None}
             row["d"] = said.due_in_ms
+        if event.tokens:
+            row["x"] = array("i", event.tokens).tolist()
         if before:
             row["p"] = before.hex()
         if new < len(keys):

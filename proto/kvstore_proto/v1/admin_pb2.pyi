@@ -10,7 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvstore_proto.v1.explain_pb2
-import kvstore_proto.v1.kvstore_pb2
+import kvstore_proto.v1.keeping_pb2
 import sys
 import typing
 
@@ -26,6 +26,16 @@ from kvstore_proto.v1.explain_pb2 import (
     ExplainRequest as ExplainRequest,
     FingerprintStatus as FingerprintStatus,
     MissStatus as MissStatus,
+)
+from kvstore_proto.v1.keeping_pb2 import (
+    KeepReply as KeepReply,
+    KeepRequest as KeepRequest,
+    SetTenantReply as SetTenantReply,
+    SetTenantRequest as SetTenantRequest,
+    ShareStatus as ShareStatus,
+    VersionStatus as VersionStatus,
+    VersionsReply as VersionsReply,
+    VersionsRequest as VersionsRequest,
 )
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -596,7 +606,7 @@ class TenantStatus(google.protobuf.message.Message):
     @property
     def readers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
-    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareStatus]:
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvstore_proto.v1.keeping_pb2.ShareStatus]:
         """of tiers, where they are not the default"""
 
     @property
@@ -620,39 +630,12 @@ class TenantStatus(google.protobuf.message.Message):
         recognised_by: collections.abc.Iterable[builtins.str] | None = ...,
         publisher: builtins.str = ...,
         readers: collections.abc.Iterable[builtins.str] | None = ...,
-        shares: collections.abc.Iterable[global___ShareStatus] | None = ...,
+        shares: collections.abc.Iterable[kvstore_proto.v1.keeping_pb2.ShareStatus] | None = ...,
         accounts: collections.abc.Iterable[global___AccountStatus] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "blocks", b"blocks", "clients", b"clients", "fingerprints", b"fingerprints", "hit_blocks", b"hit_blocks", "host_bytes", b"host_bytes", "limbo_bytes", b"limbo_bytes", "lookups", b"lookups", "missed_blocks", b"missed_blocks", "name", b"name", "nvme_bytes", b"nvme_bytes", "publisher", b"publisher", "readers", b"readers", "recognised_by", b"recognised_by", "refused_requests", b"refused_requests", "shares", b"shares"]) -> None: ...
 
 global___TenantStatus = TenantStatus
-
-@typing.final
-class ShareStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TIER_FIELD_NUMBER: builtins.int
-    MIN_BYTES_FIELD_NUMBER: builtins.int
-    MAX_BYTES_FIELD_NUMBER: builtins.int
-    WEIGHT_FIELD_NUMBER: builtins.int
-    tier: builtins.str
-    min_bytes: builtins.int
-    """guaranteed"""
-    max_bytes: builtins.int
-    """0: no limit"""
-    weight: builtins.int
-    """0: not said"""
-    def __init__(
-        self,
-        *,
-        tier: builtins.str = ...,
-        min_bytes: builtins.int = ...,
-        max_bytes: builtins.int = ...,
-        weight: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "min_bytes", b"min_bytes", "tier", b"tier", "weight", b"weight"]) -> None: ...
-
-global___ShareStatus = ShareStatus
 
 @typing.final
 class AccountStatus(google.protobuf.message.Message):
@@ -976,6 +959,8 @@ global___FlushRequest = FlushRequest
 
 @typing.final
 class FlushReply(google.protobuf.message.Message):
+    """Kept in memory alone: blocks for which NVMe would have to give up others that were used as late."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
@@ -984,7 +969,6 @@ class FlushReply(google.protobuf.message.Message):
     written_blocks: builtins.int
     pending_blocks: builtins.int
     kept_blocks: builtins.int
-    """in memory alone: NVMe would have to give up blocks that were used as late"""
     def __init__(
         self,
         *,
@@ -1878,209 +1862,3 @@ class PrefetchFigures(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["demanded_blocks", b"demanded_blocks", "late_blocks", b"late_blocks", "lead_s", b"lead_s", "precision", b"precision", "prefetched_blocks", b"prefetched_blocks", "prefetched_bytes", b"prefetched_bytes", "recall", b"recall", "spared_s", b"spared_s", "spared_s_per_gb", b"spared_s_per_gb", "standing", b"standing", "tenant", b"tenant", "used_blocks", b"used_blocks", "waiting_blocks", b"waiting_blocks", "wasted_blocks", b"wasted_blocks", "wasted_bytes", b"wasted_bytes", "wasted_share", b"wasted_share"]) -> None: ...
 
 global___PrefetchFigures = PrefetchFigures
-
-@typing.final
-class SetTenantRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    @typing.final
-    class SettingsEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
-    NAME_FIELD_NUMBER: builtins.int
-    SETTINGS_FIELD_NUMBER: builtins.int
-    UNSET_FIELD_NUMBER: builtins.int
-    RESET_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    reset: builtins.bool
-    """... for all of them"""
-    @property
-    def settings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """keys of [[tenant]]: TIER_min, TIER_max, TIER_weight, ttl_s, priority"""
-
-    @property
-    def unset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """the configuration's holds again"""
-
-    def __init__(
-        self,
-        *,
-        name: builtins.str = ...,
-        settings: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        unset: collections.abc.Iterable[builtins.str] | None = ...,
-        reset: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "reset", b"reset", "settings", b"settings", "unset", b"unset"]) -> None: ...
-
-global___SetTenantRequest = SetTenantRequest
-
-@typing.final
-class SetTenantReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    def __init__(
-        self,
-        *,
-        tenant: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tenant", b"tenant"]) -> None: ...
-
-global___SetTenantReply = SetTenantReply
-
-@typing.final
-class KeepRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TERMS_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    KEYS_FIELD_NUMBER: builtins.int
-    KEY_PREFIX_FIELD_NUMBER: builtins.int
-    BELOW_FIELD_NUMBER: builtins.int
-    MODEL_FIELD_NUMBER: builtins.int
-    ALL_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    key_prefix: builtins.str
-    """hex: the block, those before it in its chain, and with `below` those that continue it"""
-    below: builtins.bool
-    model: builtins.str
-    """part of the model's name or of the fingerprint's digest"""
-    all: builtins.bool
-    """every block of the tenant"""
-    @property
-    def terms(self) -> kvstore_proto.v1.kvstore_pb2.Terms: ...
-    @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """a chain, first to last; the rest of the selection is empty then"""
-
-    def __init__(
-        self,
-        *,
-        terms: kvstore_proto.v1.kvstore_pb2.Terms | None = ...,
-        tenant: builtins.str = ...,
-        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
-        key_prefix: builtins.str = ...,
-        below: builtins.bool = ...,
-        model: builtins.str = ...,
-        all: builtins.bool = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["terms", b"terms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["all", b"all", "below", b"below", "key_prefix", b"key_prefix", "keys", b"keys", "model", b"model", "tenant", b"tenant", "terms", b"terms"]) -> None: ...
-
-global___KeepRequest = KeepRequest
-
-@typing.final
-class KeepReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    MISSING_BLOCKS_FIELD_NUMBER: builtins.int
-    blocks: builtins.int
-    bytes: builtins.int
-    missing_blocks: builtins.int
-    def __init__(
-        self,
-        *,
-        blocks: builtins.int = ...,
-        bytes: builtins.int = ...,
-        missing_blocks: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "missing_blocks", b"missing_blocks"]) -> None: ...
-
-global___KeepReply = KeepReply
-
-@typing.final
-class VersionsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: builtins.int
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    """empty: all tenants, to list"""
-    weights: builtins.str
-    """a namespace to bump; empty: list"""
-    version: builtins.int
-    """the new version; 0: the next"""
-    def __init__(
-        self,
-        *,
-        tenant: builtins.str = ...,
-        weights: builtins.str = ...,
-        version: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tenant", b"tenant", "version", b"version", "weights", b"weights"]) -> None: ...
-
-global___VersionsRequest = VersionsRequest
-
-@typing.final
-class VersionStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TENANT_FIELD_NUMBER: builtins.int
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
-    BLOCKS_FIELD_NUMBER: builtins.int
-    OLDER_BLOCKS_FIELD_NUMBER: builtins.int
-    CLIENTS_FIELD_NUMBER: builtins.int
-    tenant: builtins.str
-    weights: builtins.str
-    version: builtins.int
-    """the newest"""
-    blocks: builtins.int
-    """stored under it"""
-    older_blocks: builtins.int
-    """stored under older ones: leased, or on their way out"""
-    clients: builtins.int
-    def __init__(
-        self,
-        *,
-        tenant: builtins.str = ...,
-        weights: builtins.str = ...,
-        version: builtins.int = ...,
-        blocks: builtins.int = ...,
-        older_blocks: builtins.int = ...,
-        clients: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "older_blocks", b"older_blocks", "tenant", b"tenant", "version", b"version", "weights", b"weights"]) -> None: ...
-
-global___VersionStatus = VersionStatus
-
-@typing.final
-class VersionsReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    VERSIONS_FIELD_NUMBER: builtins.int
-    CLIENTS_FIELD_NUMBER: builtins.int
-    BLOCKS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    clients: builtins.int
-    blocks: builtins.int
-    bytes: builtins.int
-    @property
-    def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionStatus]: ...
-    def __init__(
-        self,
-        *,
-        versions: collections.abc.Iterable[global___VersionStatus] | None = ...,
-        clients: builtins.int = ...,
-        blocks: builtins.int = ...,
-        bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "versions", b"versions"]) -> None: ...
-
-global___VersionsReply = VersionsReply

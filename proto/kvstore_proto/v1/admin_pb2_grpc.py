@@ -5,6 +5,7 @@ import warnings
 
 from kvstore_proto.v1 import admin_pb2 as kvstore__proto_dot_v1_dot_admin__pb2
 from kvstore_proto.v1 import explain_pb2 as kvstore__proto_dot_v1_dot_explain__pb2
+from kvstore_proto.v1 import keeping_pb2 as kvstore__proto_dot_v1_dot_keeping__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -137,18 +138,18 @@ class AdminStub(object):
                 _registered_method=True)
         self.SetTenant = channel.unary_unary(
                 '/kvstore.v1.Admin/SetTenant',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantReply.FromString,
                 _registered_method=True)
         self.Keep = channel.unary_unary(
                 '/kvstore.v1.Admin/Keep',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.KeepRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.KeepReply.FromString,
                 _registered_method=True)
         self.Versions = channel.unary_unary(
                 '/kvstore.v1.Admin/Versions',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.VersionsRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.VersionsReply.FromString,
                 _registered_method=True)
 
 
@@ -398,18 +399,18 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'SetTenant': grpc.unary_unary_rpc_method_handler(
                     servicer.SetTenant,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantReply.SerializeToString,
             ),
             'Keep': grpc.unary_unary_rpc_method_handler(
                     servicer.Keep,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.KeepRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.KeepReply.SerializeToString,
             ),
             'Versions': grpc.unary_unary_rpc_method_handler(
                     servicer.Versions,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.VersionsRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.VersionsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -977,8 +978,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/SetTenant',
-            kvstore__proto_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.SetTenantReply.FromString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.SetTenantReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1004,8 +1005,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/Keep',
-            kvstore__proto_dot_v1_dot_admin__pb2.KeepRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.KeepReply.FromString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.KeepRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.KeepReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1031,8 +1032,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/Versions',
-            kvstore__proto_dot_v1_dot_admin__pb2.VersionsRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.VersionsReply.FromString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.VersionsRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.VersionsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import kvstore_proto.v1.admin_pb2
 import kvstore_proto.v1.explain_pb2
+import kvstore_proto.v1.keeping_pb2
 import typing
 from kvstore_proto.v1.explain_pb2 import (
     BlockExplanation as BlockExplanation,
@@ -18,6 +19,16 @@ from kvstore_proto.v1.explain_pb2 import (
     ExplainRequest as ExplainRequest,
     FingerprintStatus as FingerprintStatus,
     MissStatus as MissStatus,
+)
+from kvstore_proto.v1.keeping_pb2 import (
+    KeepReply as KeepReply,
+    KeepRequest as KeepRequest,
+    SetTenantReply as SetTenantReply,
+    SetTenantRequest as SetTenantRequest,
+    ShareStatus as ShareStatus,
+    VersionStatus as VersionStatus,
+    VersionsReply as VersionsReply,
+    VersionsRequest as VersionsRequest,
 )
 
 _T = typing.TypeVar("_T")
@@ -130,18 +141,18 @@ class AdminStub:
     ]
 
     SetTenant: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.SetTenantRequest,
-        kvstore_proto.v1.admin_pb2.SetTenantReply,
+        kvstore_proto.v1.keeping_pb2.SetTenantRequest,
+        kvstore_proto.v1.keeping_pb2.SetTenantReply,
     ]
 
     Keep: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.KeepRequest,
-        kvstore_proto.v1.admin_pb2.KeepReply,
+        kvstore_proto.v1.keeping_pb2.KeepRequest,
+        kvstore_proto.v1.keeping_pb2.KeepReply,
     ]
 
     Versions: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.VersionsRequest,
-        kvstore_proto.v1.admin_pb2.VersionsReply,
+        kvstore_proto.v1.keeping_pb2.VersionsRequest,
+        kvstore_proto.v1.keeping_pb2.VersionsReply,
     ]
 
 class AdminAsyncStub:
@@ -246,18 +257,18 @@ class AdminAsyncStub:
     ]
 
     SetTenant: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.SetTenantRequest,
-        kvstore_proto.v1.admin_pb2.SetTenantReply,
+        kvstore_proto.v1.keeping_pb2.SetTenantRequest,
+        kvstore_proto.v1.keeping_pb2.SetTenantReply,
     ]
 
     Keep: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.KeepRequest,
-        kvstore_proto.v1.admin_pb2.KeepReply,
+        kvstore_proto.v1.keeping_pb2.KeepRequest,
+        kvstore_proto.v1.keeping_pb2.KeepReply,
     ]
 
     Versions: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.VersionsRequest,
-        kvstore_proto.v1.admin_pb2.VersionsReply,
+        kvstore_proto.v1.keeping_pb2.VersionsRequest,
+        kvstore_proto.v1.keeping_pb2.VersionsReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -404,22 +415,22 @@ class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def SetTenant(
         self,
-        request: kvstore_proto.v1.admin_pb2.SetTenantRequest,
+        request: kvstore_proto.v1.keeping_pb2.SetTenantRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.SetTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.SetTenantReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.SetTenantReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.SetTenantReply]]: ...
 
     @abc.abstractmethod
     def Keep(
         self,
-        request: kvstore_proto.v1.admin_pb2.KeepRequest,
+        request: kvstore_proto.v1.keeping_pb2.KeepRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.KeepReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.KeepReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.KeepReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.KeepReply]]: ...
 
     @abc.abstractmethod
     def Versions(
         self,
-        request: kvstore_proto.v1.admin_pb2.VersionsRequest,
+        request: kvstore_proto.v1.keeping_pb2.VersionsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.VersionsReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.VersionsReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.VersionsReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.VersionsReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -126,7 +126,7 @@ def test_a_tenant_that_is_replaced_leaves_no_pinned_block(tmp_path: Path) -> Non
 
 
 def test_a_flush_of_more_than_nvme_holds_writes_what_was_used_last(tmp_path: Path) -> None:
-    """It neither evicts what it has just written nor replaces what was used later than the rest."""
+    """A flush evicts nothing that it has just written, and nothing that was used later than the rest."""
 
     async def run() -> None:
         async with small_store(tmp_path, "nvme.capacity=1MiB", "host.capacity=8MiB", "nvme.policy=lru") as small:

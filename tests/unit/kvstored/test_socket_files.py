@@ -163,3 +163,21 @@ def test_a_server_whose_socket_no_client_may_use_is_stopped_and_bound_again(
 
     asyncio.run(run())
     assert "another process" not in caplog.text
+
+
+def test_a_place_that_another_process_has_is_taken_when_it_is_free_and_never_removed_before(place: Place) -> None:
+    theirs, ours = place.directory / "theirs", place.directory / "ours"
+
+    async def scene() -> None:
+        for path in (theirs, ours):
+            path.touch()
+            place.files.watch(path, partial(place.bind, path), is_bound=False)
+        await place.look()
+        assert place.bound == 0
+        ours.unlink()
+        await place.look()
+        assert place.bound == 1 and ours.exists()
+        await place.files.close()
+
+    asyncio.run(scene())
+    assert theirs.exists() and not ours.exists()

@@ -10,23 +10,49 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
+from kvstore_proto.objects import OBJECTS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import CANNOT_WRITE
 from kvstored.clients.codes import known_step
 from kvstored.clients.sessions import ClientSession
+from kvstored.clients.staging import tokens_in
 from kvstored.clock import Clock
 from kvstored.rpc.verbs import Quick, Verbs
+from kvstored.store.assembly import Store
 from kvstored.store.operations.records import Offer
 from kvstored.telemetry.recorder import Hinted, RecordedRequest, Recorder
 
 log = logging.getLogger(__name__)
 
 
-def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack, *, hides_keys: bool) -> Verbs:
-    """Return `verbs`, with a recording of all requests to the file `path`, which `stack` closes. If the file cannot be
-    written, return `verbs` without a recording. With `hides_keys` no key of a block is in the file. Raises
-    FileExistsError if the file exists.
+TokensOf = Callable[[int, bytes], bytes]
+
+
+def tokens_of(store: Store, encrypts: Callable[[bytes], bool], tenant: int, key: bytes) -> bytes:
+    """Return the packed token ids of the block `key` of `tenant`, from its header in the mapped tier of `store`; empty
+    if it is not there, or if the tenant `encrypts` by its digest what is at rest."""
+    residency = store.residency
+    row = residency.find(tenant, key)
+    if row < 0 or not residency.has(row, residency.mapped) or encrypts(bytes.fromhex(residency.tenants[tenant].name)):
+        return b""
+    return tokens_in(store.host.view(residency.slot(row, residency.mapped))[:HEADER_BYTES].tobytes())
+
+
+def recorded(
+    verbs: Verbs,
+    path: Path,
+    clock: Clock,
+    stack: AsyncExitStack,
+    tokens_of: TokensOf = lambda tenant, key: b"",
+    *,
+    hides_keys: bool = False,
+) -> Verbs:
+    """Return `verbs`, with a recording of all requests to the file `path`, which `stack` closes. `tokens_of` returns
+    the packed token ids to record of a stored block, by tenant number and key. With `hides_keys` no key of a block is
+    in the file. If the file cannot be written, return `verbs` without a recording. Raises FileExistsError if the file
+    exists.
     """
     try:
         recorder = Recorder(path, clock.monotonic_ns(), hides_keys=hides_keys)
@@ -36,7 +62,7 @@ def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack, *, h
         log.error("nothing is recorded: %s: %s", path, error.strerror)
         return verbs
     stack.callback(recorder.close)
-    return RecordedVerbs(verbs, recorder, clock)
+    return RecordedVerbs(verbs, recorder, clock, tokens_of)
 
 
 _OFFERED = (
@@ -49,8 +75,8 @@ class RecordedVerbs(Verbs):
     """A wrapper around `verbs`, the handlers of clients' requests: it passes each request on, and records each lookup,
     acquire, store and hint."""
 
-    def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock) -> None:
-        self._verbs = verbs
+    def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock, tokens_of: TokensOf) -> None:
+        self._verbs, self._tokens_of = verbs, tokens_of
         self._recorder = recorder
         self._clock = clock
         notes = {"lookup": self._note_lookup, "acquire": self._note_acquired, "hint": self._note_hint}
@@ -158,10 +184,13 @@ class RecordedVerbs(Verbs):
     ) -> None:
         if len(keys) < KEY_BYTES:
             return
+        is_put = op == "put" and session.fingerprint != OBJECTS
+        tokens = [self._tokens_of(session.tenant_id, key) for key in split_keys(keys)] if is_put else []
         self._recorder.note(
             RecordedRequest(
                 op, self._clock.monotonic_ns(), session.tenant_id, session.session_id,
                 session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens, hinted,
+                b"".join(tokens) if all(tokens) else b"",
             )
         )  # fmt: skip
 

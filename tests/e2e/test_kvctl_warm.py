@@ -1,0 +1,133 @@
+"""kvctl warm: what a daemon recorded, or a file of requests, is sent to an engine, the most used first."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.kvctl import Kvctl
+from tests.reference.running_daemon import RunningDaemon, running_daemon
+
+MODEL = model()
+
+
+class Engine(ThreadingHTTPServer):
+    """An OpenAI endpoint that notes what it is asked, and refuses prompts that begin with `refuses`."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.refuses: object = None
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "small"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            return self._answer(200, {"tokens": [ord(each) for each in body["prompt"]]})
+        is_refused = body.get("prompt", [None])[0] == self.server.refuses is not None
+        self.server.asked.append({"path": self.path, **body})
+        self._answer(400 if is_refused else 200, {"error": "no"} if is_refused else {"choices": []})
+
+    def _answer(self, status: int, document: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(document).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def recorded(path: Path, *, tokens: bool) -> None:
+    with running_daemon(f"daemon.record={path}", f"daemon.record_tokens={str(tokens).lower()}") as daemon:
+        with daemon.connect(MODEL) as session:
+            for number, blocks in ((1, 3), (1, 5), (2, 4), (1, 5)):
+                ids = tokens_of(number, blocks)
+                with session.get(ids) as lease:
+                    held = lease.blocks
+                if held < blocks:
+                    session.put(ids, payloads=payloads_of(number, blocks, MODEL))
+        daemon.stop()
+
+
+@pytest.fixture
+def kvctl(capfdbinary: Any) -> Kvctl:
+    nobody: Any = type("Nobody", (), {"socket_dir": "/nonexistent"})()
+    daemon: RunningDaemon = nobody
+    return Kvctl(daemon, capfdbinary)
+
+
+def test_a_recording_with_token_ids_is_computed_again(tmp_path: Path, engine: Engine, kvctl: Kvctl) -> None:
+    path = tmp_path / "today.jsonl.gz"
+    recorded(path, tokens=True)
+    planned = kvctl.json(["warm", "--from", str(path), "--dry-run"])
+    assert (planned["prompts"], planned["incomplete"]) == (2, 0) and not engine.asked
+    done = kvctl(["warm", "--from", str(path), "--to", engine.url, "--at-once", "1"])
+    assert "sent 2 prompts" in done.out and "2 of 2 prompts sent" in done.err
+    assert [body["prompt"] for body in engine.asked] == [tokens_of(1, 5).tolist(), tokens_of(2, 4).tolist()]
+    assert {(body["path"], body["model"]) for body in engine.asked} == {("/v1/completions", "small")}
+    assert {body["max_tokens"] for body in engine.asked} == {1}
+    kvctl(["warm", "--from", str(path), "--to", engine.url, "--limit", "1"])
+    assert len(engine.asked) == 3 and engine.asked[2]["prompt"][0] == tokens_of(1, 1)[0]
+
+
+def test_a_recording_has_no_token_ids_unless_it_is_told(tmp_path: Path, engine: Engine, kvctl: Kvctl) -> None:
+    path = tmp_path / "today.jsonl.gz"
+    recorded(path, tokens=False)
+    assert b'"x"' not in gzip.decompress(path.read_bytes())
+    assert "2 more have no token ids" in kvctl(["warm", "--from", str(path), "--to", engine.url], exit_code=1).err
+
+
+def test_requests_to_an_endpoint_are_sent_once_each(tmp_path: Path, engine: Engine, kvctl: Kvctl) -> None:
+    path, chat = tmp_path / "requests.jsonl", {"messages": [{"role": "user", "content": "hello"}]}
+    lines = [{"prompt": "once"}, {**chat, "temperature": 2}, chat, {"prompt": [7, 8]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    engine.refuses = 7
+    done = kvctl(["warm", "--from", str(path), "--to", engine.url, "--model", "big"], exit_code=1)
+    assert "1 were refused, the first:" in done.out and "400" in done.out
+    assert [body["path"] for body in engine.asked].count("/v1/chat/completions") == 1 and len(engine.asked) == 3
+    path.write_text('{"prompt": "x"}\n{"no": 1}\n')
+    assert "line 2: neither" in kvctl(["warm", "--from", str(path), "--to", engine.url], exit_code=2).err
+    path.write_text('{"prompt": "x"}\nnot json\n')
+    assert "line 2 is not JSON" in kvctl(["warm", "--from", str(path), "--dry-run"], exit_code=2).err
+    unreachable = kvctl(["warm", "--from", str(tmp_path), "--to", "http://127.0.0.1:9", "--model", "m"], exit_code=2)
+    assert "Is a directory" in unreachable.err
+
+
+def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine: Engine, capfdbinary: Any) -> None:
+    (tmp_path / "model.json").write_bytes(MODEL.canonical())
+    text = "x" * (2 * MODEL.block_tokens + 5)
+    (tmp_path / "system.txt").write_text(text)
+    with running_daemon() as daemon:
+        kvctl, ids = Kvctl(daemon, capfdbinary), [ord("x")] * (2 * MODEL.block_tokens)
+        with daemon.connect(MODEL) as session:
+            session.put(ids, payloads=payloads_of(1, 2, MODEL))
+        words = ["--text", str(tmp_path / "system.txt"), "--fingerprint", str(tmp_path / "model.json")]
+        assert kvctl.json(["pin", "a", *words, "--tokenize", engine.url])["blocks"] == 2
+        assert {tuple(block["pinned_by"]) for block in kvctl.json("blocks")["blocks"]} == {("a",)}
+        assert "does not answer" in kvctl(["unpin", "a", *words, "--tokenize", "http://127.0.0.1:9"], exit_code=3).err
