@@ -6,8 +6,8 @@ Each scan reads the raw bytes of every file of the state directory, slabs and fr
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,16 +90,17 @@ def must_be_refused(daemon: RunningDaemon, *words: str) -> None:
 
 
 def test_no_file_shows_what_was_put_and_a_restart_finds_all_of_it(daemon: RunningDaemon) -> None:
-    daemon.settings += (f"daemon.record={daemon.directory}/state/recording",)
+    daemon.settings += (f"daemon.record={daemon.directory}/state/recording", "daemon.record_tokens=true")
     daemon.start()
     pieces = put(daemon, 1)
     with daemon.connect(MODEL) as session:
         session.touch(tokens_of(1, BLOCKS), ttl=5000)  # small state names these blocks now
     assert got(daemon, 2) == 0
     daemon.stop()
-    shutil.rmtree(daemon.socket_dir, ignore_errors=True)
     assert not files_with(daemon.state_dir, pieces)
-    without(daemon, "daemon.record")
+    lines = gzip.decompress((daemon.state_dir / "recording").read_bytes()).decode()
+    assert '"op":"put"' in lines and '"x":' not in lines and not any(key[:8].hex() in lines for key in pieces[-BLOCKS:])
+    without(daemon, "daemon.record", "daemon.record_tokens")
     daemon.start()
     assert got(daemon, 1) == BLOCKS
     assert eventually(daemon.knows_its_state)
