@@ -123,8 +123,8 @@ class AdminStub(object):
                 _registered_method=True)
         self.DropTenant = channel.unary_unary(
                 '/kvstore.v1.Admin/DropTenant',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.DropTenantRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.DropTenantReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.FromString,
                 _registered_method=True)
         self.Predictor = channel.unary_unary(
                 '/kvstore.v1.Admin/Predictor',
@@ -384,8 +384,8 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'DropTenant': grpc.unary_unary_rpc_method_handler(
                     servicer.DropTenant,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.DropTenantRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.DropTenantReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.SerializeToString,
             ),
             'Predictor': grpc.unary_unary_rpc_method_handler(
                     servicer.Predictor,
@@ -897,8 +897,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/DropTenant',
-            kvstore__proto_dot_v1_dot_admin__pb2.DropTenantRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.DropTenantReply.FromString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

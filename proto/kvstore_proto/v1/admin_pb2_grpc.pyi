@@ -21,6 +21,8 @@ from kvstore_proto.v1.explain_pb2 import (
     MissStatus as MissStatus,
 )
 from kvstore_proto.v1.keeping_pb2 import (
+    DropTenantReply as DropTenantReply,
+    DropTenantRequest as DropTenantRequest,
     KeepReply as KeepReply,
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
@@ -126,8 +128,8 @@ class AdminStub:
     ]
 
     DropTenant: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.DropTenantRequest,
-        kvstore_proto.v1.admin_pb2.DropTenantReply,
+        kvstore_proto.v1.keeping_pb2.DropTenantRequest,
+        kvstore_proto.v1.keeping_pb2.DropTenantReply,
     ]
 
     Predictor: grpc.UnaryUnaryMultiCallable[
@@ -242,8 +244,8 @@ class AdminAsyncStub:
     ]
 
     DropTenant: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.DropTenantRequest,
-        kvstore_proto.v1.admin_pb2.DropTenantReply,
+        kvstore_proto.v1.keeping_pb2.DropTenantRequest,
+        kvstore_proto.v1.keeping_pb2.DropTenantReply,
     ]
 
     Predictor: grpc.aio.UnaryUnaryMultiCallable[
@@ -394,9 +396,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def DropTenant(
         self,
-        request: kvstore_proto.v1.admin_pb2.DropTenantRequest,
+        request: kvstore_proto.v1.keeping_pb2.DropTenantRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.DropTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.DropTenantReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.DropTenantReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.DropTenantReply]]: ...
 
     @abc.abstractmethod
     def Predictor(
