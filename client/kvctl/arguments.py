@@ -27,7 +27,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
     "tenants": (
         "who stores what; set: a tenant's share of a tier and terms of its new blocks, for good; reset: as the "
-        "configuration says; rename: give what is stored under a name that is out of use to a listed tenant",
+        "configuration says; rename: give what is stored under a name that is out of use to a listed tenant; drop: "
+        "remove all that is stored of a tenant, and its key",
         [
             "kvctl tenants",
             "kvctl --json tenants | jq '.tenants[].fingerprints'",
@@ -36,6 +37,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl tenants reset chat",
             "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
             "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
+            "kvctl tenants drop alice --yes          # clients of alice have to connect again",
         ],
     ),
     "blocks": (
@@ -247,9 +249,12 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
 
 def _tenants_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["list", "set", "reset", "rename"], default="list", help="default: %(default)s"
-    )
-    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="set, reset: of whom; rename: OLD NEW")
+        "action", nargs="?", choices=["list", "set", "reset", "rename", "drop"], default="list",
+        help="default: %(default)s",
+    )  # fmt: skip
+    names = "set, reset, drop: of whom; rename: OLD NEW"
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=names)
+    parser.add_argument("--yes", action="store_true", help="drop: I mean it")
     parser.add_argument("--tier", default="host", metavar="TIER", help="set: of which tier (default: %(default)s)")
     parser.add_argument("--min", metavar="SIZE", help="set: bytes, or a share like 10%%, that others cannot take")
     parser.add_argument("--max", metavar="SIZE", help="set: the most that it may have; 0 is no limit")
@@ -264,6 +269,8 @@ def _tenants_options(parser: argparse.ArgumentParser) -> None:
 def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if arguments.action == "rename" and len(arguments.names) != 2:
         parser.error("tenants rename: give two names, the former one and the new one")
+    if arguments.action == "drop" and (len(arguments.names) != 1 or not arguments.yes):
+        parser.error("tenants drop: give one name, and --yes: nothing of that tenant can be read afterwards")
     if arguments.action == "list" and (arguments.names or arguments.replace):
         parser.error("tenants list shows all of them and takes nothing further")
     settings = [getattr(arguments, name) for name in ("min", "max", "weight", "ttl", "priority")]

@@ -250,8 +250,9 @@ def make_services(
     explain = Explain(views, misses)
     verbs = Verbs(store, operations, misses, explain.own, weights.bump)
     if config.daemon.record is not None:
-        said = (partial(tokens_of, store),) if config.daemon.record_tokens else ()
-        verbs = recorded(verbs, config.daemon.record, clock, stack, *said)
+        said = (partial(tokens_of, store, tenants.encrypts),) if config.daemon.record_tokens else ()
+        hides_keys = tenants.data_keys is not None
+        verbs = recorded(verbs, config.daemon.record, clock, stack, *said, hides_keys=hides_keys)
     if config.traces.endpoint:
         verbs = _with_traces(verbs, store, stack)
     answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)

@@ -20,6 +20,7 @@ from kvstored.admin.accounts import add_accounts
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
 from kvstored.admin.drop import OperatorDrop
+from kvstored.admin.drop_tenant import DropTenant
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import history
 from kvstored.admin.keep import Keeping
@@ -158,6 +159,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
     tokens_file = store.config.unary.tokens_in_use
     drop, quarantine, blocks = OperatorDrop(store, tenants), Quarantine(store, tenants), BlockList(views)
     rename = RenameTenant(tenants, store.residency, drop, services.handshake, lambda: names_in(tokens_file))
+    drop_tenant = DropTenant(store, tenants, drop, services.handshake, services.state)
     return {
         "Status": lambda _: views.status(),
         "Tiers": lambda _: views.tiers(),
@@ -173,6 +175,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "Config": lambda _: settings(reload),
         "Reload": lambda _: reload.reload(),
         "RenameTenant": partial(_once_named, services.state, rename.rename),
+        "DropTenant": partial(_once_named, services.state, drop_tenant.drop),
         "Flush": lifetime.flush,
         "Drain": lifetime.drain,
         "Shutdown": lifetime.shutdown,

@@ -71,7 +71,7 @@ def debian(package: Path, later: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def _files(debian: BootedDebian) -> set[str]:
-    """The files inside, except those that `_KEPT` names and compiled ones."""
+    """The files inside, except compiled ones and the files that `_KEPT` names."""
     listed = debian.run("sh", "-c", "find /etc /usr /var /opt /run/kvstored* -xdev 2>/dev/null").stdout
     return {line for line in listed.splitlines() if not line.startswith(_KEPT) and "__pycache__" not in line}
 

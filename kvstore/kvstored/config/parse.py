@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
@@ -58,7 +59,7 @@ DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
-    "name", "uids", "gids", "durability", "put_in_place", "remote", "unmapped", "ttl_s", "priority", "lossy",
+    "name", "uids", "gids", "durability", "put_in_place", "remote", "unmapped", "ttl_s", "priority", "lossy", "encrypt",
     *RECOGNITION_KEYS,
 }  # fmt: skip
 ORDERED_KEYS = ("ttl_s", "priority")  # of a tenant, beside its shares, that an operator may set while the daemon runs
@@ -161,6 +162,24 @@ def _check_prefetch(prefetch: PrefetchSection) -> None:
         need_within(f"prefetch.{name}", getattr(prefetch, name), 0, 1)
 
 
+def _check_encryption(config: Config) -> None:
+    encryption = config.encryption
+    needed_by = encryption.needed_by(config.tenants)
+    need(
+        not needed_by or encryption.key_file is not None,
+        f"{needed_by} = true needs a master key: head -c 32 /dev/urandom | base64 > FILE, chmod 600 FILE, and set "
+        "encryption.key_file to it",
+    )
+    need(
+        encryption.key_file is not None or encryption.former_key_file is None,
+        "encryption.former_key_file does nothing without encryption.key_file",
+    )
+    need(
+        encryption.key_file is None or find_spec("cryptography") is not None,
+        "encryption.key_file needs more packages: pip install '.[encryption]' in the clone",
+    )
+
+
 def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
@@ -195,6 +214,7 @@ def _check(config: Config) -> None:
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
     _check_prefetch(config.prefetch)
+    _check_encryption(config)
     need_within("index.slots", config.index.slots, 0, MAX_INDEX_SLOTS)
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
@@ -321,6 +341,7 @@ def tenant_sections(raw: Any, config: Config, ordered: Container[str] = ()) -> t
                 _number(entry, "ttl_s", 0, TTL_MAX_S),
                 _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
                 bool(_flag(entry, "lossy")),
+                encrypt=_flag(entry, "encrypt"),
                 **recognition(entry),
             )
         except (ValueError, TypeError) as error:

@@ -28,6 +28,8 @@ from kvstore_proto.v1.explain_pb2 import (
     MissStatus as MissStatus,
 )
 from kvstore_proto.v1.keeping_pb2 import (
+    DropTenantReply as DropTenantReply,
+    DropTenantRequest as DropTenantRequest,
     KeepReply as KeepReply,
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
