@@ -25,6 +25,7 @@ from kvstored.store.operations.client import Client
 
 log = logging.getLogger(__name__)
 WEIGHTS = "weights"  # the database
+MOST_NAMESPACES = 1024  # of one tenant: each is kept for ever
 SLICE_BLOCKS = 64
 TRIES, PAUSE_S = 50, 0.1  # for blocks of which a copy is being made
 
@@ -66,8 +67,9 @@ class WeightVersions:
         first = _key(tenant, "")
         return sorted(key[len(first) :].decode() for key in self._orders.entries[WEIGHTS] if key.startswith(first))
 
-    def admit(self, tenant: Tenant, fingerprint: Fingerprint) -> None:
-        """Note the version with which a client of `tenant` computes. Raises KVStoreError if there is a newer one."""
+    def admit(self, tenant: Tenant, fingerprint: Fingerprint, *, may_write: bool = True) -> None:
+        """Note the version with which a client of `tenant` computes, if it `may_write`: a pool's reader makes no version
+        the newest. Raises KVStoreError if there is a newer one, or for one namespace too many."""
         weights, version = fingerprint.weights, fingerprint.weights_version
         if not weights or version == (newest := self.newest(tenant, weights)):
             return
@@ -77,6 +79,9 @@ class WeightVersions:
                 f"weights {weights!r} are at version {newest}, this client has {version}: load the newest, and connect "
                 "with their version",
             )
+        if not may_write:
+            return
+        self._check_room(tenant, weights)
         self._orders.entries[WEIGHTS][_key(tenant, weights)] = str(version).encode()  # saved with the next turn
         self._end_older(tenant, weights)
         self._wanted.set()
@@ -94,6 +99,7 @@ class WeightVersions:
             version = version or newest + 1
             if version < newest:
                 raise KVStoreError(ErrorKind.INVALID, f"{weights!r} is at version {newest}: versions only grow")
+            self._check_room(tenant, weights)
             await self._orders.save(WEIGHTS, key, str(version).encode())
             version = max(version, self.newest(tenant, weights))  # a client may have named a newer one meanwhile
             self._orders.entries[WEIGHTS][key] = str(version).encode()
@@ -120,6 +126,16 @@ class WeightVersions:
     def is_older(self, tenant: Tenant, fingerprint: Fingerprint) -> bool:
         """Return whether there is a newer version than the one with which `fingerprint` computes."""
         return bool(fingerprint.weights) and fingerprint.weights_version < self.newest(tenant, fingerprint.weights)
+
+    def _check_room(self, tenant: Tenant, weights: str) -> None:
+        """Check that the tenant may have the namespace `weights`. Raises KVStoreError."""
+        if _key(tenant, weights) in self._orders.entries[WEIGHTS] or len(self.names(tenant)) < MOST_NAMESPACES:
+            return
+        raise KVStoreError(
+            ErrorKind.TOO_LARGE,
+            f"tenant {tenant.name} has {MOST_NAMESPACES} namespaces of weights, no more can be: use one of them, with a "
+            "newer version",
+        )
 
     def _end_older(self, tenant: Tenant, weights: str) -> int:
         newest = self.newest(tenant, weights)

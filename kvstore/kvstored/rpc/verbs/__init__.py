@@ -322,6 +322,7 @@ class Verbs:
 async def _bumped(
     bump: Callable[[Tenant, str, int], Awaitable[Bumped]], session: ClientSession, request: pb.BumpWeights
 ) -> pb.BumpWeightsReply:
+    session.require_writer()
     bumped = await bump(session.tenant, request.weights, request.version)
     return pb.BumpWeightsReply(version=bumped.version, clients=bumped.clients, blocks=bumped.blocks)
 
