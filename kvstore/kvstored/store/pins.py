@@ -43,19 +43,32 @@ class Pins:
     def check(self, tenant: int, owner: str, nbytes: int, rows: Sequence[int]) -> None:
         """Check that `tenant` may pin the stored blocks `rows`, and new blocks whose slots have `nbytes`, for `owner`.
         Raises KVStoreError when that is more than the owner or the tenant may pin."""
+        of_tenant, of_owner = self.more_bytes(tenant, owner, rows)
+        self.check_bytes(tenant, owner, nbytes + of_tenant, nbytes + of_owner)
+
+    def more_bytes(self, tenant: int, owner: str, rows: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes of the slots of `rows` that no owner of `tenant` has pinned, and that `owner` has not."""
+        bit, residency = self.bit_of(tenant, owner), self._residency
+        pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
+        return (
+            sum(nbytes for owners, nbytes in pinned if not owners),
+            sum(nbytes for owners, nbytes in pinned if not owners & bit),
+        )
+
+    def check_bytes(self, tenant: int, owner: str, of_tenant: int, of_owner: int) -> None:
+        """Check that `tenant` may have `of_tenant` more bytes pinned, and its `owner` `of_owner` more. Raises
+        KVStoreError."""
         bit, residency = self.bit_of(tenant, owner), self._residency
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
         share_bytes = dram_bytes // PINNED_SHARE
-        pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
-        of_tenant, of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
+        most_of_tenant, most_of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
         bounds = (
-            ("the tenant", "tenant", of_tenant, residency.pinned_bytes[tenant], _ALL, ALL_OWNERS),
-            (f"owner {owner!r}", "owner", of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, bit),
+            ("the tenant", "tenant", most_of_tenant, residency.pinned_bytes[tenant], _ALL, of_tenant),
+            (f"owner {owner!r}", "owner", most_of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, of_owner),
         )
-        for who, what, most_bytes, held_bytes, coming, mask in bounds:
+        for who, what, most_bytes, held_bytes, coming, more_bytes in bounds:
             limit_bytes = min(most_bytes, share_bytes)
             held_bytes += self._coming[tenant, coming]
-            more_bytes = nbytes + sum(slot_bytes for owners, slot_bytes in pinned if not owners & mask)
             if more_bytes and held_bytes + more_bytes > limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
@@ -64,7 +77,7 @@ class Pins:
                 )
 
     def hold(self, tenant: int, owner: str, nbytes: int) -> Callable[[], None]:
-        """Reserve `nbytes` and the owner's bit for a put that `check` allowed. Return a function that ends the
+        """Reserve `nbytes` and the owner's bit for what `check` allowed. Return a function that ends the
         reservation; call it once, when the blocks are stored or given up."""
         if not owner:
             return lambda: None
