@@ -80,6 +80,38 @@ def test_settings_of_a_tenant_hold_at_once_and_after_a_kill(capfdbinary: Any) ->
         assert not {"host_min", "host_weight", "nvme_max", "ttl_s"} & shown().keys()
 
 
+def test_settings_that_the_file_contradicts_cost_no_other_tenant_its_own(tmp_path: Any, capfdbinary: Any) -> None:
+    file = tmp_path / "kvstored.toml"
+    file.write_text('[[tenant]]\nname = "a"\n[[tenant]]\nname = "b"\n')
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        kvctl(["tenants", "set", "a", "--min", "8MiB"])
+        kvctl(["tenants", "set", "b", "--weight", "3"])
+        file.write_text('[[tenant]]\nname = "a"\nhost_max = "4MiB"\n[[tenant]]\nname = "b"\n')
+        said = kvctl("reload", exit_code=1).err
+        assert "tenant a: host_max 4.0 MiB is below its host_min" in said and "kvctl tenants set has" in said
+        daemon.kill9()
+        daemon.restart()
+        assert "settings of kvctl tenants set for a are not in force: tenant a: host_max" in daemon.log
+        assert "weight 3" in kvctl("tenants").out
+        kvctl(["tenants", "reset", "a"])
+        kvctl("reload")
+
+
+def test_settings_of_a_user_make_it_no_other_tenant(tmp_path: Any, capfdbinary: Any) -> None:
+    file = tmp_path / "kvstored.toml"
+    file.write_text("")
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        fill(daemon, 1)
+        kvctl(["tenants", "set", ME, "--weight", "3"])
+        assert "out of reach" not in daemon.log and stored(daemon, 1) == BLOCKS
+        file.write_text(f'[[tenant]]\nname = "group"\ngids = [{os.getegid()}]\n')
+        kvctl("reload")
+        with daemon.connect(MODEL) as session:
+            assert session.tenant == "group"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
