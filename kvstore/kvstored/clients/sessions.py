@@ -174,7 +174,9 @@ class ClientSessions:
         return session
 
     def note_fingerprint(self, session: ClientSession) -> None:
-        """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""
+        """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number.
+        Raises KVStoreError if there are newer weights by now."""
+        self._weights.admit(session.tenant, session.fingerprint, may_write=session.may_write)
         self._tenants.remember(session.fingerprint)
         self._name(session)
 

@@ -3,8 +3,8 @@
 A version is part of a block's identity: the engine names it in its fingerprint, from which the keys start, so on every
 node, and in every remote store that nodes share, no key of one version is a key of another. That alone makes stale hits
 impossible; nothing depends on this module's memory. The module knows the newest version of each namespace, which a bump
-or a client's hello raises and nothing lowers. It refuses clients of older versions, ends their sessions, so that no put
-of theirs lands later, and removes their blocks, pinned and leased ones too. A reader that has a lease keeps the bytes.
+or a client's hello raises and nothing lowers. It refuses clients of older versions, ends their sessions, lets the
+puts that have begun end, and removes their blocks, pinned and leased ones too. A reader that has a lease keeps the bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvstore_console.units import human_blocks
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -49,11 +49,13 @@ class Bumped(NamedTuple):
 
 class WeightVersions:
     """The newest version of each namespace of weights. `orders` keeps it over a restart. `hang_up(is_meant)` ends the
-    sessions for which a function returns True, and returns their number; it is set once there are sessions."""
+    sessions for which a function returns True, and returns their number; it is set once there are sessions.
+    `puts_of(tenant)` returns the puts of a tenant, by its number, that have not ended."""
 
     def __init__(self, orders: Saved, tenants: TenantDirectory, store: Store) -> None:
         self._orders, self._tenants, self._store = orders, tenants, store
         self.hang_up: Callable[[Callable[[Client], bool]], int] = lambda is_meant: 0
+        self.puts_of: Callable[[int], set[asyncio.Task[Any]]] = lambda tenant: set()
         self._turn, self._wanted = asyncio.Lock(), asyncio.Event()
         self._wanted.set()  # what an earlier process did not remove
 
@@ -149,6 +151,8 @@ class WeightVersions:
     async def _remove_older(self, tenant: Tenant) -> tuple[int, int]:
         """Remove the blocks of all older versions of `tenant`, and return how many blocks and bytes these were."""
         store, residency, tenants = self._store, self._store.residency, self._tenants
+        if puts := self.puts_of(residency.tenant(tenant.index_name)):  # the last that may be of an older version
+            await asyncio.wait(puts, timeout=TRIES * PAUSE_S)
         known = tenants.fingerprints().items()
         older = [digest for digest, fingerprint in known if self.is_older(tenant, fingerprint)]
         numbers, number = frozenset(map(tenants.known_number, older)), residency.tenant(tenant.index_name)
