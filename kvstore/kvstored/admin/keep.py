@@ -18,7 +18,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.clients.codes import terms_of
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.listing import select_all
+from kvstored.store.blocks.listing import select_all, tokens_of
 
 SLICE_ROWS = 256
 MIN_KEY_DIGITS = 6
@@ -89,7 +89,7 @@ class Keeping:
             raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")
         tokens: list[int] = []
         async for rows in select_all(residency, self._blocks.selection(wanted)):
-            tokens += map(residency.token, rows.tolist())
+            tokens += tokens_of(residency, rows).tolist()
         if not digits:
             return tokens
         if len(tokens) != 1:

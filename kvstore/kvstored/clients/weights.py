@@ -14,13 +14,15 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from kvstore_console.units import human_blocks
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import MAX_WEIGHTS_VERSION, Fingerprint, is_account
 from kvstored.clients.tenants import Tenant, TenantDirectory
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.listing import Selection, select_all
+from kvstored.store.blocks.listing import Selection, column_of, select_all, tokens_of
 from kvstored.store.operations.client import Client
 
 log = logging.getLogger(__name__)
@@ -160,7 +162,8 @@ class WeightVersions:
         for _ in range(TRIES if numbers else 0):
             tokens: list[int] = []
             async for rows in select_all(residency, Selection(number, prints=numbers)):
-                tokens += map(residency.token, sorted(rows.tolist(), key=residency.depth, reverse=True))
+                deepest_first = rows[np.argsort(column_of(residency, "depth", rows))[::-1]]
+                tokens += tokens_of(residency, deepest_first).tolist()
             left = 0
             for position, token in enumerate(tokens):
                 row = residency.current(token)

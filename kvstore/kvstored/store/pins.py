@@ -24,7 +24,8 @@ from kvstored.store.blocks import Residency
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
 ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
-STEP_BLOCKS = 1024  # unpinned in one step: a millisecond
+STEP_BLOCKS = 256  # unpinned in one step: a millisecond
+STEP_ROWS = 1 << 16  # of the index, searched at once for pinned blocks
 _ALL = ""  # the owner under which `_coming` counts all of a tenant's owners together
 
 
@@ -116,25 +117,32 @@ class Pins:
         names = self._names.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
-    def rows_of(self, tenant: int, owner: str = "") -> list[int]:
-        """Return the rows of the blocks of `tenant` that `owner` has pinned, or that any owner has ("")."""
+    def holds_any(self, tenant: int, owner: str) -> bool:
+        """Return whether `owner` has pinned any block of `tenant`."""
+        bit = self.bit_of(tenant, owner, is_new=False)
+        return bit > 0 and self._bytes[tenant, bit.bit_length() - 1] > 0
+
+    def rows_of(self, tenant: int, owner: str = "", part: slice = slice(None)) -> list[int]:
+        """Return the rows of the blocks of `tenant` that `owner` has pinned, or that any owner has (""), of all rows or
+        of one `part` of them."""
         bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
         column = self._residency.rows.optional.view("pinned_by")
-        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column & np.uint32(bits))
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column[part] & np.uint32(bits)) + (part.start or 0)
         found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
         return found
 
     def steps_to_unpin(self, tenant: int, owner: str = "") -> Iterator[list[int]]:
         """End the pins of `owner` on blocks of `tenant`, or of all its owners (""), a number of blocks at a time. Yield
         the rows of the blocks that lost a pin in each step; the index may change between steps."""
-        bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
-        rows, residency = self.rows_of(tenant, owner), self._residency
-        for first in range(0, len(rows), STEP_BLOCKS):
-            step = [row for row in rows[first : first + STEP_BLOCKS] if residency.pinned_by(row) & bits]
-            step = [row for row in step if residency.tenant_of(row) == tenant]
-            for row in step:
-                residency.set_owners(row, residency.pinned_by(row) & ~bits)
-            yield step
+        bits, residency = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS, self._residency
+        for first in range(0, residency.rows.capacity, STEP_ROWS):
+            rows = self.rows_of(tenant, owner, slice(first, first + STEP_ROWS))
+            for at in range(0, len(rows), STEP_BLOCKS):
+                step = [row for row in rows[at : at + STEP_BLOCKS] if residency.pinned_by(row) & bits]
+                step = [row for row in step if residency.tenant_of(row) == tenant]
+                for row in step:
+                    residency.set_owners(row, residency.pinned_by(row) & ~bits)
+                yield step
 
     def due(self) -> list[tuple[int, str]]:
         """Return tenant and name of each owner whose pins should have ended by now."""

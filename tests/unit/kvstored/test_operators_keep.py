@@ -15,6 +15,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstored.admin import keep
 from kvstored.admin.block_list import BlockList
+from kvstored.store import pins
 from kvstored.store.operations.durability import DurabilityMode
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES
@@ -109,5 +110,32 @@ def test_a_row_that_another_tenant_has_taken_meanwhile_is_left_alone(
         monkeypatch.setattr(keep.asyncio, "to_thread", meanwhile)
         reply = await keeping(driven).keep(order(pin="a", key_prefix=keys[0].hex(), below=True))
         assert reply.blocks == 1 and not residency.pinned_by(child)
+
+    scenario(tmp_path)
+
+
+def test_pins_that_end_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "STEP_BLOCKS", 10)
+
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        await put(driven, 1, BLOCKS, pin="owner", pin_ttl_s=5)
+        small, tenant = driven.small, driven.client.tenant_id
+        residency, retention, looked = small.residency, small.store.retention, 0
+        tenants_of = residency.tenants_of
+
+        def counted(rows: Any) -> Any:
+            nonlocal looked
+            looked += len(rows)
+            return tenants_of(rows)
+
+        residency.tenants_of = counted  # type: ignore[method-assign]
+        small.clock.advance(s=6)
+        assert retention.tick() and residency.pinned_bytes[tenant] == (BLOCKS - 10) * SLOT_BYTES
+        await put(driven, 2, 1, pin="owner")
+        while retention.tick():
+            pass
+        assert not residency.pinned_bytes[tenant] and not retention.pins.ends
+        assert looked <= 2 * BLOCKS
 
     scenario(tmp_path)
