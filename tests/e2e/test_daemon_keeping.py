@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from kvstore_client import KVStoreError
 from kvstore_proto.objects import OBJECTS
+from kvstore_proto.v1 import admin_pb2
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -167,6 +169,10 @@ def test_pins_and_times_to_live_by_prompt_key_model_and_tenant(fingerprint: str,
         assert [expires for _, expires, owners in facts() if owners in (["b"], [])] == [False, False, True]
         refused = kvctl(["pin", "a", "--tenant", ME, "--key", "ffffff"], exit_code=1).err
         assert "no stored block has such a key" in refused
+        for command in ("pin", "unpin"):
+            assert "name the owner" in kvctl([command, "", "--tenant", ME, "--all"], exit_code=2).err
+        with pytest.raises(grpc.RpcError, match="say what is to hold"):
+            daemon.ask("Keep", admin_pb2.KeepRequest(tenant=ME, all=True))
 
 
 def test_a_pin_that_is_over_its_bound_is_refused_as_a_whole(capfdbinary: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.terms import Terms
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.clients.codes import terms_of
@@ -39,6 +39,8 @@ class Keeping:
         if request.all + bool(request.model) + bool(request.key_prefix) != 1:
             raise KVStoreError(ErrorKind.INVALID, "say which blocks by one of: a key, a model, all")
         terms, retention, residency = terms_of(request.terms), self._store.retention, self._residency
+        if terms == NO_TERMS:
+            raise KVStoreError(ErrorKind.INVALID, "say what is to hold: the owner of a pin, or a time to live")
         wanted = pb.BlocksRequest(tenant=request.tenant, model=request.model, key_prefix=request.key_prefix)
         tenant = self._blocks.selection(wanted).tenant
         assert tenant is not None
