@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The engine's kernels are C++: a machine without a compiler gets one by pip.
 COMPILER := $(shell command -v $$CXX g++ c++ clang++ >/dev/null 2>&1 || echo compiler,)
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins lint ruff proto proto-check gpu-check gpu-bundle docs clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins deb deb-check image lint ruff proto proto-check gpu-check gpu-bundle docs clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -51,11 +51,12 @@ $(INSTALLED): pyproject.toml
 	  { echo "$(KVSTORED_PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { echo "making .venv with $$($(KVSTORED_PYTHON) -V)" >&2; $(KVSTORED_PYTHON) -m venv .venv; }
 	@echo "installing kvstored and what it needs into .venv (about 700 MB on disk, once)" >&2
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,$(COMPILER)server,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,$(COMPILER)server,otel,dev]' >&2
 	@touch $@
 
 $(INSTALLED_ALL): $(INSTALLED)
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,gpu,cuda,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,gpu,cuda,otel,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check 'helm-python-sdk>=0.2' >&2 || echo "no Helm: its chart is not rendered" >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
 	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \
 	  { $$pip '$(TORCH)' || $$pip $(FURTHER) '$(TORCH)'; } >&2 && \
@@ -131,6 +132,15 @@ check-wheels: $(INSTALLED) ## what we call of vLLM and kvikio, against their whe
 	@mkdir -p .wheels && $(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d .wheels \
 	  'vllm==$(VLLM_WHEEL)' 'kvikio-cu13>=25.10' >&2
 	@$(PYTHON) -m pytest tests/unit/connectors/test_hooks_vllm_library.py tests/unit/tiers/test_gpu_direct_storage_library.py $(ARGS)
+
+deb: $(INSTALLED) ## build/deb/kvstored_*.deb, judged by lintian (apt-get install debhelper help2man lintian)
+	@deploy/debian/build.sh $(PYTHON)
+
+deb-check: $(INSTALLED) ## install, upgrade, remove that package under a real systemd beside an engine (root, mmdebstrap)
+	@KVSTORED_DEB_CHECK=1 $(PYTHON) -m pytest -q tests/e2e/test_deb_package.py $(ARGS)
+
+image: ## build/image, an OCI image of that package, made without a registry (root; apt-get install mmdebstrap umoci)
+	@deploy/image.sh
 
 lint: ruff ## ruff, mypy --strict, import floors
 	@$(BIN)/mypy

@@ -13,7 +13,7 @@ assert RELEASE is not None, "CHANGELOG.md has no heading of a release"
 
 
 def version_of(found: Any) -> str:
-    """0.2.0 at the tag v0.2.0, else 0.2.0.devN: the N-th commit since the last tag, or of all."""
+    """0.3.0 at the tag v0.3.0, else 0.3.0.devN: the N-th commit since the last tag, or of all."""
     assert RELEASE is not None
     return str(found.format_with("{tag}")) if found.exact else f"{RELEASE[1]}.dev{found.distance}"
 

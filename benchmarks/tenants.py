@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import encryption
 import numpy as np
 import numpy.typing as npt
 from support.daemon import BLOCK_TOKENS, MIB, BenchDaemon, bench_daemon, model, payloads
@@ -255,7 +256,7 @@ def stale(quick: bool) -> list[Row]:
 
 MEASURES: Mapping[str, Measure] = {
     "timing_auc_distance": timing, "prime_probe_auc": prime_and_probe, "flood_hits_lost": flood,
-    "stale_versions": stale,
+    "stale_versions": stale, "encrypted_nvme": encryption.measure,
 }  # fmt: skip
 """What measures a row, and perhaps rows beside it."""
 

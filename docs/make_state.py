@@ -23,6 +23,7 @@ Rendered by `make docs` from the code. `STATE_DIR` is `daemon.state_dir`; every 
 | name | what |
 |---|---|
 | `secret`, `identity.json` | [the secret](kvstored.md#the-secret) behind all keys, and its check value; plain files |
+| `keys` | the keys [at rest](kvstored.md#encryption-at-rest), under the master key |
 | `{prefix}NUMBER{suffix}`, `…-lock` | small state: one LMDB environment, format {format}; the highest number counts |
 | `{aside}` | what was set aside, one file at most; removed when blocks are deleted |
 | `…{new}` | not whole yet; removed by the next start |
@@ -48,7 +49,8 @@ endurance budget, no block.
 - Before it is opened its pages are walked without LMDB (`lmdb verify`). One that is damaged, full or of another
   format is set aside and named in one line, and begins anew. So is one whose process has died {deaths} times within
   {deaths_in:g} s: a page that is damaged while it is open ends the process twice at most.
-- Each value has a checksum, taken with its database and key; a row of use has one of its own. Wrong ones are counted
+- Each value has a checksum, taken with its database and key; a row of use has one of its own. With a master key all but
+  `about` is encrypted and authenticated instead; each file has a key, destroyed with it. Wrong values are counted
   (`kvctl state ls`) and not used.
 - **What was deleted is unreadable within 60 s.** A deleted key may stay in an LMDB page, so everything is written anew
   into a file of the next number, once for all deletions of {rewrite:g} s and once at the start after a kill;
@@ -57,7 +59,8 @@ endurance budget, no block.
   freed slots of slabs are [another matter](format.md).
 
 `kvctl state ls`, `kvctl state show DATABASE` ask the daemon; with `--state-dir`, and `kvstored inspect STATE_DIR
-state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](backup.md).
+state [DATABASE]`, the file is read, beside a daemon too, unless it is encrypted. `--copy DIR` writes a
+[backup](operations.md#backup).
 
 ## Files of before
 

@@ -16,7 +16,7 @@ from kvctl.state import add_state_options, check_state
 from kvctl.warm import WARM_EXAMPLES, add_warm_options, check_warm
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
-from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
+from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds, whole_number
 from kvstore_proto.version import VERSION
 
 DEFAULT_TIMEOUT_S: Final = 5.0
@@ -27,7 +27,8 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "tiers": ("occupancy and traffic of each tier", ["kvctl tiers"]),
     "tenants": (
         "who stores what; set: a tenant's share of a tier and terms of its new blocks, for good; reset: as the "
-        "configuration says; rename: give what is stored under a name that is out of use to a listed tenant",
+        "configuration says; rename: give what is stored under a name that is out of use to a listed tenant; drop: "
+        "remove all that is stored of a tenant, and its key",
         [
             "kvctl tenants",
             "kvctl --json tenants | jq '.tenants[].fingerprints'",
@@ -36,6 +37,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl tenants reset chat",
             "kvctl tenants rename uid-1000 alice     # alice lists uid 1000 by now",
             "kvctl tenants rename ml research        # [[tenant]] ml is called research by now",
+            "kvctl tenants drop alice --yes          # clients of alice have to connect again",
         ],
     ),
     "blocks": (
@@ -47,6 +49,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl blocks --tier host --class cold --sort idle",
             "kvctl blocks --by model                         # how much each model holds",
             "kvctl blocks --by prefix --prefix-blocks 8      # ... each beginning of 8 blocks",
+            "kvctl blocks --by tree --tenant uid-1000        # ... each beginning up to where chains part",
         ],
     ),
     "drop": (
@@ -110,7 +113,14 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
         "watch the daemon live: occupancy, hits, lanes, latency",
         ["kvctl top                # q quits", "kvctl top --once", "kvctl --json top --once | jq .history.misses"],
     ),
-    "report": ("write one HTML page with plots of the last minutes and hours", ["kvctl report -o kvstored.html"]),
+    "report": (
+        "write one HTML page with plots of the last minutes and hours, or serve one that keeps itself up to date",
+        [
+            "kvctl report -o kvstored.html",
+            "kvctl report --serve               # prints an address for this user's browser; Ctrl-C ends it",
+            "kvctl report --serve --port 8081   # from elsewhere: ssh -L 8081:127.0.0.1:8081 NODE",
+        ],
+    ),
     "doctor": (
         "check sockets, limits, memory, disk and versions, and say how to repair what is wrong",
         [
@@ -193,13 +203,7 @@ def build_parser() -> Parser:
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
-    made["report"].add_argument(
-        "-o",
-        "--output",
-        default="kvstored-report.html",
-        metavar="FILE",
-        help="where to; - is standard output (default: %(default)s)",
-    )
+    _report_options(made["report"])
     made["ping"].add_argument(
         "--count", type=positive_count, default=10, metavar="N", help="messages (default: %(default)s)"
     )
@@ -245,9 +249,12 @@ def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
 
 def _tenants_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["list", "set", "reset", "rename"], default="list", help="default: %(default)s"
-    )
-    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="set, reset: of whom; rename: OLD NEW")
+        "action", nargs="?", choices=["list", "set", "reset", "rename", "drop"], default="list",
+        help="default: %(default)s",
+    )  # fmt: skip
+    names = "set, reset, drop: of whom; rename: OLD NEW"
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=names)
+    parser.add_argument("--yes", action="store_true", help="drop: I mean it")
     parser.add_argument("--tier", default="host", metavar="TIER", help="set: of which tier (default: %(default)s)")
     parser.add_argument("--min", metavar="SIZE", help="set: bytes, or a share like 10%%, that others cannot take")
     parser.add_argument("--max", metavar="SIZE", help="set: the most that it may have; 0 is no limit")
@@ -262,6 +269,8 @@ def _tenants_options(parser: argparse.ArgumentParser) -> None:
 def _check_tenants(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if arguments.action == "rename" and len(arguments.names) != 2:
         parser.error("tenants rename: give two names, the former one and the new one")
+    if arguments.action == "drop" and (len(arguments.names) != 1 or not arguments.yes):
+        parser.error("tenants drop: give one name, and --yes: nothing of that tenant can be read afterwards")
     if arguments.action == "list" and (arguments.names or arguments.replace):
         parser.error("tenants list shows all of them and takes nothing further")
     settings = [getattr(arguments, name) for name in ("min", "max", "weight", "ttl", "priority")]
@@ -314,6 +323,23 @@ def _top_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    where = "where to; - is standard output (default: kvstored-report.html)"
+    parser.add_argument("-o", "--output", metavar="FILE", help=where)
+    parser.add_argument("--serve", action="store_true", help="serve a live page on 127.0.0.1 until interrupted")
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), metavar="N", help="with --serve: the port (default: any free one)"
+    )
+
+
+def _check_report(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.serve and (arguments.output or arguments.json):
+        parser.error("report: --serve writes no file and no JSON: leave -o and --json out")
+    if arguments.port is not None and not arguments.serve:
+        parser.error("report: --port belongs to --serve")
+    arguments.output, arguments.port = arguments.output or "kvstored-report.html", arguments.port or 0
+
+
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="the daemon's configuration, for when it does not answer")
     parser.add_argument("--state-dir", metavar="DIR", help="its state directory, for when it does not answer")
@@ -354,6 +380,6 @@ def _epilog() -> str:
 
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
-    "state": check_state, "tenants": _check_tenants, **dict.fromkeys(KEEP_EXAMPLES, check_keep),
-    "warm": check_warm,
+    "report": _check_report, "state": check_state, "tenants": _check_tenants,
+    **dict.fromkeys(KEEP_EXAMPLES, check_keep), "warm": check_warm,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvctl.connection import AdminSocket
@@ -20,11 +20,12 @@ _COLUMNS = (
     ">CHILDREN",
 )  # fmt: skip
 _TERMS = (">EXPIRES", ">PRIORITY", "PINNED BY", "KIND", "LOSSY IN")  # shown where a block listed has one
-_NAMES = {"tenant": ("TENANT",), "model": ("MODEL",), "prefix": ("PREFIX", "TENANT", "MODEL", ">LONGEST")}
+_PREFIX = ("PREFIX", "TENANT", "MODEL", ">LONGEST")
+_NAMES = {"tenant": ("TENANT",), "model": ("MODEL",), "prefix": _PREFIX, "tree": (*_PREFIX, ">OWN", "CLASS")}
 TIERS: Final = ("host", "nvme")
 CLASSES: Final = ("hot", "warm", "cold")
 ORDERS: Final = ("size", "uses", "idle", "depth", "children", "leases")
-GROUPS: Final = ("tenant", "model", "prefix")
+GROUPS: Final = ("tenant", "model", "prefix", "tree")
 DEFAULT_BLOCKS: Final = 50
 positive_count = whole_number(1, 1_000_000)
 PAGE_BLOCKS: Final = 1000  # of one request: the most that can be listed in an order, too
@@ -47,7 +48,10 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", choices=ORDERS, default="", help="the most first; idle: the longest idle first")
     parser.add_argument("--reverse", action="store_true", help="with --sort: ascending order")
     parser.add_argument(
-        "--by", choices=GROUPS, default="", help="no list but sums by tenant, model or prefix, the largest first"
+        "--by",
+        choices=GROUPS,
+        default="",
+        help="no list but sums by tenant, model, prefix or the tree of prefixes, the largest first",
     )
     parser.add_argument(
         "--prefix-blocks",
@@ -166,12 +170,12 @@ def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     ]  # fmt: skip
     rows = [
         [
-            *_names(arguments.by, total), human_count(total.blocks), human_bytes(total.payload_bytes),
+            *_names(arguments.by, total, level), human_count(total.blocks), human_bytes(total.payload_bytes),
             human_share(total.payload_bytes, reply.payload_bytes),
             *(human_bytes(total.tier_bytes[tier]) for tier in tiers),
             human_count(total.accesses), human_seconds(total.idle_s), human_count(total.leases),
         ]
-        for total in reply.totals
+        for level, total in _in_order(reply.totals)
     ]  # fmt: skip
     text = render_table(columns, rows, empty="no such blocks")
     if rows:
@@ -181,9 +185,24 @@ def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     return Output(text, reply)
 
 
-def _names(by: str, total: wire.BlockTotal) -> list[str]:
+def _in_order(totals: Iterable[wire.BlockTotal]) -> Iterator[tuple[int, wire.BlockTotal]]:
+    """Yield `totals` as they are listed, each with its level; of a tree, what continues a prefix follows it."""
+    below: dict[str, list[wire.BlockTotal]] = {}
+    for total in totals:
+        below.setdefault(total.parent, []).append(total)
+    waiting = [(0, total) for total in reversed(below.get("", []))]
+    while waiting:
+        level, total = waiting.pop()
+        yield level, total
+        if total.branches:
+            waiting += [(level + 1, each) for each in reversed(below.get(total.key, []))]
+
+
+def _names(by: str, total: wire.BlockTotal, level: int) -> list[str]:
     if by == "tenant":
         return [total.tenant]
     if by == "model":
         return [total.fingerprint]
-    return [total.key[:KEY_DIGITS], total.tenant, total.fingerprint, human_count(total.longest_blocks)]
+    name = "  " * level + total.key[:KEY_DIGITS]
+    cells = [name, total.tenant, total.fingerprint, human_count(total.longest_blocks)]
+    return [*cells, human_count(total.own_blocks), total.residency] if by == "tree" else cells

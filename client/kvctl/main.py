@@ -22,9 +22,9 @@ from kvctl.events import events
 from kvctl.explain import explain
 from kvctl.get import get, prefetch
 from kvctl.keep import keep, versions
+from kvctl.live import report
 from kvctl.output import CommandError, Output
 from kvctl.put import delete, put
-from kvctl.report import report
 from kvctl.show import config, tenants
 from kvctl.state import state
 from kvctl.top import top
@@ -47,13 +47,13 @@ _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]]
     "invalidate": act.invalidate,
     "quarantine": quarantine,
     "predictor": predictor,
-    "report": report,
     "versions": versions,
 }
 # Commands that open their own connections: a session, the admin socket, or both.
 _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = {
     "ping": ping,
     "top": top,
+    "report": report,
     "doctor": doctor,
     "put": put,
     "get": get,

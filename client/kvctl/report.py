@@ -40,7 +40,7 @@ _TENANTS = (
 )  # fmt: skip
 
 
-def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+def write_report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     """Write an HTML page about the daemon to the file `arguments.output` or to standard output. Raises CommandError."""
     to_stdout = arguments.output == "-"
     if to_stdout and arguments.json:
@@ -71,14 +71,14 @@ def document(shot: DaemonSnapshot, coarse: SampleHistory) -> str:
     """
     status = shot.status
     fine = shot.samples
-    body = [markup.tiles(_facts(shot))]
+    body = [markup.tiles(facts_of(shot))]
     body += [markup.warning(f"The daemon warns: {warning}") for warning in status.warnings]
-    body.append(section(_period(fine), charts(_charts(fine))))
+    body.append(section(period_of(fine), charts(charts_of(fine))))
     if len(coarse) >= _MIN_SAMPLES and sum(coarse.span_s) > 1.5 * sum(fine.span_s):
-        body.append(section(_period(coarse), charts(_charts(coarse))))
+        body.append(section(period_of(coarse), charts(charts_of(coarse))))
     body += [
-        section("Tiers", _tiers(shot)),
-        section("Tenants", _tenants(shot)),
+        section("Tiers", tiers_of(shot)),
+        section("Tenants", tenants_of(shot)),
         section("Misses since the start", _misses(fine)),
         section("Counters since the start", _counters(status)),
         section("Settings in use", _settings(shot.history.settings)),
@@ -89,7 +89,8 @@ def document(shot: DaemonSnapshot, coarse: SampleHistory) -> str:
     return markup.page(f"kvstored {status.version}", subtitle, body, "Made by kvctl report. Times are local.")
 
 
-def _facts(shot: DaemonSnapshot) -> list[tuple[str, str]]:
+def facts_of(shot: DaemonSnapshot) -> list[tuple[str, str]]:
+    """Return the key figures of a daemon, each with what it says."""
     status, samples = shot.status, shot.samples
     served = status.counters.get("acquired_blocks", 0)
     requested = served + sum(samples.misses.values())
@@ -105,7 +106,9 @@ def _facts(shot: DaemonSnapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _charts(samples: SampleHistory) -> list[str]:
+def charts_of(samples: SampleHistory) -> list[str]:
+    """Return HTML charts of the daemon's figures over time."""
+
     def draw(title: str, note: str, unit: axes.Unit, series: Sequence[ChartSeries], *, is_stacked: bool = False) -> str:
         return history_chart(title, note, unit, samples.at_s, series, is_stacked=is_stacked)
 
@@ -173,18 +176,21 @@ def _occupancy(samples: SampleHistory, tier: str) -> list[ChartSeries]:
     ]
 
 
-def _period(samples: SampleHistory) -> str:
+def period_of(samples: SampleHistory) -> str:
+    """Return a heading for charts of `samples`: how far they reach back."""
     if not len(samples):
         return "Lately"
     return f"The last {human_seconds(sum(samples.span_s))}, in samples of {samples.resolution_s} s"
 
 
-def _tiers(shot: DaemonSnapshot) -> str:
+def tiers_of(shot: DaemonSnapshot) -> str:
+    """Return an HTML table of the tiers."""
     rows = [[*tier_cells(tier), human_count(tier.quarantined_blocks)] for tier in shot.tiers.tiers]
     return html_table(_TIERS, rows)
 
 
-def _tenants(shot: DaemonSnapshot) -> str:
+def tenants_of(shot: DaemonSnapshot) -> str:
+    """Return an HTML table of the tenants, with the accounts of each below it."""
     rows = []
     for tenant in shot.tenants.tenants:
         rows.append(_tenant_row(tenant.name, _models(tenant.fingerprints), human_bytes(tenant.limbo_bytes), tenant))

@@ -166,7 +166,8 @@ def budget_line(status: wire.StatusReply) -> str:
 
 
 def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    return {"list": _list, "rename": _rename, "set": _set, "reset": _set}[arguments.action](admin, arguments)
+    acts = {"list": _list, "rename": _rename, "set": _set, "reset": _set, "drop": _drop}
+    return acts[arguments.action](admin, arguments)
 
 
 def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
@@ -213,6 +214,21 @@ def _rename(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     if reply.clients:
         clients = "1 client has" if reply.clients == 1 else f"{human_count(reply.clients)} clients have"
         lines.append(f"{clients} to connect again, and ours do so by themselves")
+    return Output("\n".join(lines), reply)
+
+
+def _drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
+    (name,) = arguments.names
+    request = wire.DropTenantRequest(name=name)
+    reply = admin.call("DropTenant", request, wire.DropTenantReply, longer_s=arguments.wait)
+    lines = [f"dropped {human_blocks(reply.blocks, reply.bytes)} of {name}, and what the small state said of them"]
+    if reply.kept_blocks:
+        lines.append(f"{human_blocks(reply.kept_blocks)} stayed in use all the while: drop again")
+    if reply.key_destroyed:
+        lines.append("its key is destroyed: what it encrypted cannot be read, nor in backups without the file keys")
+    else:
+        lines.append("it had no key: its bytes on NVMe stay in freed slots until they are overwritten")
+    lines.append(f"{human_count(reply.slots)} slots on NVMe were looked at: {reply.readable_slots} are readable")
     return Output("\n".join(lines), reply)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore_client.results import Deleted, Lookup, Prefetched, ResumePoint, Statistics
     from kvstore_client.session import Session
     from kvstore_client.slot_arrays import Slot, by_arrays
+    from kvstore_client.trace import traced
     from kvstore_proto.errors import ErrorKind, KVStoreError
     from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
     from kvstore_proto.identity import BlockKeys
@@ -48,6 +49,7 @@ _HOMES = {
     "Statistics": "kvstore_client.results",
     "by_arrays": "kvstore_client.slot_arrays",
     "connect": "kvstore_client.entry",
+    "traced": "kvstore_client.trace",
 }
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "Statistics",
     "by_arrays",
     "connect",
+    "traced",
 ]
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore_client.call import Call, Late, StreamHealth
+from kvstore_client.trace import TRACE
 from kvstore_client.transport.base import Transport
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -72,6 +73,8 @@ class RequestStream:
             self.send_releases()  # a lease that was given back must not protect its blocks
         call = Call(next(self._ids), self)
         request.request_id = call.request_id
+        if trace := TRACE.get():
+            request.trace = trace
         with self._lock:
             ended = self.ended
             if not ended:

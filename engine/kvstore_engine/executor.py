@@ -90,10 +90,13 @@ class Executor(StepExecutor):
             max_blocks=-(-sizes.max_context // pool.block_tokens),
             attention=[_attention(config, layer) for layer in self.layers],
             own_blocks=self._cache.own_blocks,
+            bounds=pool.bounds,
         )
         self._attention = AttentionOperation(
             pool.kernels.attention_address,
             tuple(self._memory.layer_address(layer) for layer in range(len(places))),
+            pool.kernels.page_choice_address,
+            self._memory.selecting,
         )
         self._product_memory = Product.new()
         self._products = ProductOperations(
@@ -209,6 +212,8 @@ class Executor(StepExecutor):
             if piece.window_table is not None:
                 used = min(len(piece.window_table), len(row))
                 row[:used] = piece.window_table[:used]
+        if self.pool.bounds is not None:
+            self.pool.bounds.forget(inputs.slots // self.pool.block_tokens)
         self._memory.begin(count, self._threads)
 
 

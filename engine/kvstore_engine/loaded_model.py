@@ -15,6 +15,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
 from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS, model_fingerprint
 from kvstore_engine.restore.profile import profile_path
@@ -47,6 +48,7 @@ class LoadOptions:
     default. Each then restores and stores the K/V of its own layers, and the hidden states that it starts from unless
     `hidden_states` is False. `whole_blocks`: blocks of all layers are restored and stored instead, as without stages.
     `trace`: the file for a trace of the engine's events. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
+    `selection`: the pages that new tokens of the answer read; None: all.
     """
 
     context: int | None = None
@@ -59,6 +61,7 @@ class LoadOptions:
     hidden_states: bool = True
     trace: Path | None = None
     accepts_lossy: bool = False
+    selection: PageSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
             windows = window_pool_blocks(
                 config, blocks, block_tokens=ENGINE_BLOCK_TOKENS, sequences=1, step_tokens=step
             )
-        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16", windows)
+        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16", windows, options.selection)
         sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
         executor = stack.enter_context(_open_executor(file, device, options.stages, setup, sizes))
         store = stack.enter_context(_open_store(options, watch, tokenizer, executor, device))
@@ -149,6 +152,8 @@ def _open_executor(
         return open_executor(file, device, setup, sizes)
     if device.name != CPU:
         raise UsageError(f"stages are computed on {CPU} alone, not on {device.name}")
+    if setup.selection is not None:
+        raise UsageError("--select-pages goes without --stages: leave out one of them")
     return open_stages(file, stages, setup, sizes)
 
 

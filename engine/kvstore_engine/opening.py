@@ -38,6 +38,8 @@ def open_executor(
     """
     device.check_kv_dtype(pool.kv_dtype)
     if device.is_torch:
+        if pool.selection is not None:
+            raise UsageError(f"--select-pages is for the device cpu, not for {device.name}: leave it out there")
         from kvstore_engine.torch_executor import open_torch_executor
 
         with open_torch_executor(file, device, pool, sizes) as executor:
@@ -91,13 +93,14 @@ def open_host_pool(
     `memory` allocates that memory.
     """
     from kvstore_engine.model.weights import load_model
-    from kvstore_engine.pool import BlockPool
+    from kvstore_engine.pool import selecting_pool
 
     # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
     with load_model(file, context=sizes.max_context) as model:
-        made = BlockPool(
+        made = selecting_pool(
             model.config,
             pool.blocks,
+            pool.selection,
             block_tokens=pool.block_tokens,
             kv_dtype=pool.kv_dtype,
             memory=memory,

@@ -10,7 +10,6 @@ also the pool's layout, so that copies are memcpy.
 """
 
 import copy
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -18,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.devices import SCALED_KV_TYPES
+from kvstore_engine.errors import UsageError
 from kvstore_engine.free_list import FreeList, PoolExhausted
 from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
+from kvstore_engine.kernels.page_bounds import Memory, PageBounds
 from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.planes import HostPlanes, PoolPlanes, touched_memory
 from kvstore_proto.kv_layout import ENGINE_ORDER
 
@@ -49,7 +51,7 @@ class BlockPool:
         block_tokens: int = ENGINE_BLOCK_TOKENS,
         kv_dtype: str = "f16",
         kernels: Kernels | None = None,
-        memory: Callable[[int], mmap.mmap] | None = None,
+        memory: Callable[[int], Memory] | None = None,
         place: Callable[[int, int, int], PoolPlanes] | None = None,
         window_blocks: int = 0,
     ) -> None:
@@ -70,6 +72,8 @@ class BlockPool:
         self.model_layers = tuple(range(config.layers))
         self.layers = config.layers
         self.window: BlockPool | None = None
+        self.bounds: PageBounds | None = None  # these two: see `selecting_pool`
+        self.selection: PageSelection | None = None
         self._free = FreeList(blocks)
         if place is not None:
             self._store = place(2 * self.layers, blocks, self.block_bytes)
@@ -80,7 +84,7 @@ class BlockPool:
             self._divide(config.windowed_layers, window_blocks, kernels or select_kernels(), memory or touched_memory)
 
     def _divide(
-        self, windowed: tuple[int, ...], blocks: int, kernels: Kernels, memory: Callable[[int], mmap.mmap]
+        self, windowed: tuple[int, ...], blocks: int, kernels: Kernels, memory: Callable[[int], Memory]
     ) -> None:
         """Make two pools in one piece of memory: this one without the layers `windowed`, and `window` for them."""
         window = self.window = copy.copy(self)
@@ -188,6 +192,7 @@ class BlockPool:
             return
         parts = source.reshape(2 * self.layers, count, self.block_bytes)
         self._store.write_part(parts[:, skip : skip + len(block_ids)], np.asarray(block_ids, np.int32))
+        self._written(block_ids)
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy pool block sources[i] over pool block targets[i]. Raises ValueError if a block is in both lists or out
@@ -197,6 +202,7 @@ class BlockPool:
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
             raise ValueError(f"blocks to copy must be in 0..{self.blocks - 1}, and no source a target")
         self._store.move_blocks(*ids.astype(np.int32))
+        self._written(targets)
 
     def _copy(self, payloads: Sequence[Bytes], tables: Sequence[BlockIds], *, into_pool: bool, threads: int) -> None:
         """Check what the kernels do not check, then copy."""
@@ -215,6 +221,53 @@ class BlockPool:
                 raise ValueError("the destination of a gather is read-only")
         flat = [payload.reshape(-1) for payload in payloads]
         self._store.copy_blocks(flat, table, into_pool=into_pool, threads=threads)
+        if into_pool:
+            self._written(table)
+
+    def _written(self, blocks: BlockIds) -> None:
+        if self.bounds is not None:
+            self.bounds.forget(blocks)
+
+
+def selecting_pool(
+    config: ModelConfig,
+    blocks: int,
+    selection: PageSelection | None,
+    *,
+    block_tokens: int = ENGINE_BLOCK_TOKENS,
+    kv_dtype: str = "f16",
+    memory: Callable[[int], Memory] | None = None,
+    window_blocks: int = 0,
+) -> BlockPool:
+    """Return a pool in host memory. With `selection` it has bounds of pages beside it, so
+    that new tokens of answers read the pages that `selection` allows; `memory` allocates both. Raises UsageError where
+    no layer of the model sees all of a context, or the kernels choose no pages.
+    """
+    bounds, kernels = None, select_kernels()
+    if selection is not None:
+        if not kernels.page_choice_address:
+            raise UsageError(f"--select-pages needs compiled kernels, these are {kernels.name!r}: install a compiler")
+        bounds = PageBounds(selecting_layers(config), blocks, config.kv_heads, config.head_dim)
+        memory = bounds.beside(memory or touched_memory)
+    pool = BlockPool(
+        config,
+        blocks,
+        block_tokens=block_tokens,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+        memory=memory,
+        window_blocks=window_blocks,
+    )
+    pool.bounds, pool.selection = bounds, selection
+    return pool
+
+
+def selecting_layers(config: ModelConfig) -> int:
+    """Return the number of the model's layers that see all of a context. Raises UsageError if there are none."""
+    layers = sum(1 for layer in range(config.layers) if not config.window(layer))
+    if not layers:
+        raise UsageError("--select-pages: every layer of this model has a window, so there is nothing to select")
+    return layers
 
 
 def _planes_in(memory: memoryview, planes: int, pool: BlockPool, kernels: Kernels) -> HostPlanes:

@@ -250,8 +250,11 @@ def make_services(
     explain = Explain(views, misses)
     verbs = Verbs(store, operations, misses, explain.own, weights.bump)
     if config.daemon.record is not None:
-        said = (partial(tokens_of, store),) if config.daemon.record_tokens else ()
-        verbs = recorded(verbs, config.daemon.record, clock, stack, *said)
+        said = (partial(tokens_of, store, tenants.encrypts),) if config.daemon.record_tokens else ()
+        hides_keys = tenants.data_keys is not None
+        verbs = recorded(verbs, config.daemon.record, clock, stack, *said, hides_keys=hides_keys)
+    if config.traces.endpoint:
+        verbs = _with_traces(verbs, store, stack)
     answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
@@ -266,6 +269,22 @@ def make_services(
         streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,
         weights,
     )  # fmt: skip
+
+
+def _with_traces(verbs: Verbs, store: Store, stack: AsyncExitStack) -> Verbs:
+    """Return `verbs` with spans, which are sent until `stack` ends that. Raises TracesError."""
+    from kvstored.rpc.verbs.traced import traced  # only where it is asked for
+    from kvstored.telemetry.spans import Sampler, Sending, SpanExporter
+
+    section, loop = store.config.traces, asyncio.get_running_loop()
+
+    def count(name: str, amount: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(store.counters.add, name, amount)
+
+    exporter = SpanExporter(Sending(section.endpoint, section.queue, count), store.clock)
+    stack.push_async_callback(asyncio.to_thread, exporter.close)
+    return traced(verbs, store, Sampler(section.sample), exporter.note)
 
 
 def _host_sizer(store: Store, stack: AsyncExitStack) -> HostSizer:

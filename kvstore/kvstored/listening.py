@@ -20,6 +20,7 @@ from kvstored.admin.accounts import add_accounts
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
 from kvstored.admin.drop import OperatorDrop
+from kvstored.admin.drop_tenant import DropTenant
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import history
 from kvstored.admin.keep import Keeping
@@ -44,6 +45,7 @@ from kvstored.clients.tenants.tokens import Tokens, names_in
 from kvstored.clients.weights import WeightVersions
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
+from kvstored.lifetime.notify import listening_socket
 from kvstored.rpc.admin import Call, serve_admin
 from kvstored.rpc.callers import Callers
 from kvstored.rpc.direct_stream import DirectStreams
@@ -107,8 +109,10 @@ async def listen(
     config, limits, group = store.config, store.config.limits, store.config.daemon.socket_group
     names = ("handshake", "admin", "data", *(("unary",) if config.unary.enabled else ()))
     paths = {name: config.daemon.socket_dir / f"{name}.sock" for name in names}
+    passed = listening_socket(handshake.path)  # by a .socket unit
     for path in paths.values():
-        clear_stale(path)
+        if passed is None or path != handshake.path:
+            clear_stale(path)
     calls = _operators_calls(services, control, lifetime)
 
     def bind(name: str, connections: int) -> grpc.aio.Server:
@@ -126,7 +130,9 @@ async def listen(
         return server
 
     async def bind_handshake() -> None:
-        handshake.start(listen_seqpacket(handshake.path, group))
+        nonlocal passed
+        handshake.start(passed or listen_seqpacket(handshake.path, group))
+        passed = None  # where its file is removed, the daemon makes one of its own
 
     await serve_grpc(files, paths["admin"], admin, partial(restrict_to_admins, group=config.daemon.admin_group), stack)
     await serve_grpc(files, paths["data"], data, partial(open_to_group, group=group), stack)
@@ -137,7 +143,7 @@ async def listen(
 
         metrics = serve_metrics(config.metrics, services.views, services.latencies)
         stack.push_async_callback(asyncio.to_thread, metrics.close)
-    await files.bind(handshake.path, bind_handshake)
+    await files.bind(handshake.path, bind_handshake, stays=passed is not None)
     services.own_sockets.follow(config.tenants, required=True)
     stack.push_async_callback(services.streams.close)
     stack.callback(handshake.close)
@@ -153,6 +159,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
     tokens_file = store.config.unary.tokens_in_use
     drop, quarantine, blocks = OperatorDrop(store, tenants), Quarantine(store, tenants), BlockList(views)
     rename = RenameTenant(tenants, store.residency, drop, services.handshake, lambda: names_in(tokens_file))
+    drop_tenant = DropTenant(store, tenants, drop, services.handshake, services.state)
     return {
         "Status": lambda _: views.status(),
         "Tiers": lambda _: views.tiers(),
@@ -168,6 +175,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "Config": lambda _: settings(reload),
         "Reload": lambda _: reload.reload(),
         "RenameTenant": partial(_once_named, services.state, rename.rename),
+        "DropTenant": partial(_once_named, services.state, drop_tenant.drop),
         "Flush": lifetime.flush,
         "Drain": lifetime.drain,
         "Shutdown": lifetime.shutdown,

@@ -32,6 +32,7 @@ class _File:
     bind: Bind
     identity: tuple[int, int] | None = None
     trouble: str = ""  # that was said already
+    stays: bool = False  # when the daemon ends
 
 
 class SocketFiles:
@@ -44,17 +45,17 @@ class SocketFiles:
         self._next_s = 0.0
         self._binding: asyncio.Task[None] | None = None
 
-    async def bind(self, path: Path, bind: Bind) -> None:
-        """Call `bind` to bind the socket `path`, now and whenever its file is found missing. Raises the errors of
-        `bind`.
+    async def bind(self, path: Path, bind: Bind, *, stays: bool = False) -> None:
+        """Call `bind` to bind the socket `path`, now and whenever its file is found missing. With `stays`, the file is
+        the service manager's, and is left when the daemon ends. Raises the errors of `bind`.
         """
         await bind()
-        self.watch(path, bind)
+        self.watch(path, bind, stays=stays)
 
-    def watch(self, path: Path, bind: Bind, *, is_bound: bool = True) -> None:
+    def watch(self, path: Path, bind: Bind, *, is_bound: bool = True, stays: bool = False) -> None:
         """Call `bind` to bind the socket `path` whenever its file is found missing. `is_bound` says whether the present
-        file is this daemon's."""
-        self._files.append(_File(path, bind, file_identity(path) if is_bound else None))
+        file is this daemon's. With `stays`, that file is left when the daemon ends."""
+        self._files.append(_File(path, bind, file_identity(path) if is_bound else None, stays=stays))
 
     def remove(self, path: Path) -> None:
         """Remove the file of the socket `path`, if it is this daemon's, and do not bind it again."""
@@ -81,7 +82,7 @@ class SocketFiles:
         self._files.clear()
 
     def _remove(self, file: _File) -> None:
-        if file.identity is not None and file_identity(file.path) == file.identity:
+        if not file.stays and file.identity is not None and file_identity(file.path) == file.identity:
             remove_socket(file.path)
 
     def _is_missing(self, file: _File) -> bool:
@@ -101,7 +102,7 @@ class SocketFiles:
                 why = error.strerror if isinstance(error, OSError) else error
                 self._say(file, f"it was removed, and cannot be made again: {why}")
                 continue
-            file.identity, file.trouble = file_identity(file.path), ""
+            file.identity, file.trouble, file.stays = file_identity(file.path), "", False
             log.warning("%s was removed, and is made again; connected clients did not notice", file.path)
 
     def _say(self, file: _File, trouble: str) -> None:

@@ -12,11 +12,13 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme.data_keys import NoDataKeys
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstored.admin.lifetime import DaemonState, Phase
@@ -27,7 +29,7 @@ from kvstored.clients.tenants.tokens import names_in
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config
-from kvstored.config.private_input import read_cluster_secret
+from kvstored.config.private_input import read_secret
 from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.warm import FormerClients
@@ -40,7 +42,11 @@ from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
 from kvstored.unsaved import Unsaved
 
+if TYPE_CHECKING:  # its library is in an extra
+    from kvstored.clients.tenants.data_keys import DataKeyFile
+
 log = logging.getLogger(__name__)
+CLUSTER, MASTER_KEY = b"kvstore cluster", b"kvstore master"
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,12 @@ def open_storage(
     keyring = _open_keyring(config, unsaved, new_secret=new_secret)
     tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
     stack.callback(lambda: memory.close(has_served=phase.has_served))
-    start = Start(early_scan=early_scan, cluster=Cluster(keyring.secret, tenants.remote_mode))
+    keys = tenants.data_keys = _open_data_keys(config, tenants, new_secret=new_secret)
+    state.keys = keys
+    start = Start(
+        early_scan=early_scan, cluster=Cluster(keyring.secret, tenants.remote_mode), encrypts=keys is not None,
+        keys=keys or NoDataKeys(are_complete=new_secret),
+    )  # fmt: skip
     tiers = open_tiers(config, memory, memory.open(forget=keyring.dram_is_lost), start, stack)
     residency = make_residency(config, tiers)
     residency.window_of, residency.shape_of = tenants.window_blocks, tenants.payload_shape
@@ -130,10 +141,26 @@ def open_tiers(config: Config, memory: NodeMemory, mapped: Tier, start: Start, s
     return tiers
 
 
+def _open_data_keys(config: Config, tenants: TenantDirectory, *, new_secret: bool) -> DataKeyFile | None:
+    """Return the keys of what is encrypted at rest; None without a master key. Raises ConfigError and OSError."""
+    section = config.encryption
+    master = read_secret("encryption.key_file", section.key_file, MASTER_KEY)
+    if master is None:
+        return None
+    from kvstored.clients.tenants.data_keys import DataKeyFile
+
+    tenants.encrypts_by_default = section.default
+    former = read_secret("encryption.former_key_file", section.former_key_file, MASTER_KEY)
+    keys = DataKeyFile(config.daemon.state_dir, master, tenants.encrypts, former=former, anew=new_secret)
+    if keys.rewrapped:
+        log.info("%s is under the master key of encryption.key_file now: the former one opens nothing", keys.path)
+    return keys
+
+
 def _open_keyring(config: Config, unsaved: Unsaved, *, new_secret: bool) -> Keyring:
     nvme, state_dir = config.nvme, config.daemon.state_dir
     nvme_dir = nvme.path if nvme.enabled else None
     if nvme_dir is not None and nvme_dir.is_dir() and read_ownership(state_dir, nvme_dir).problem:
         TierDirectory(nvme_dir, create=False).close()  # that another daemon has it is the better reason
-    given = read_cluster_secret(config.cluster.secret_file)
+    given = read_secret("cluster.secret_file", config.cluster.secret_file, CLUSTER)
     return Keyring(state_dir, nvme_dir, new_secret=new_secret, given=given, unsaved=unsaved)

@@ -1,10 +1,13 @@
 """A report as one HTML document with its style inside: headings, figures, tables, lists of facts.
 
-The module owns the look, light and dark, and escapes every text. Invariant: the page loads nothing and runs no script.
+The module owns the look, light and dark, and escapes every text. Invariant: the page loads nothing, and runs no script
+but the one that its maker gives.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from html import escape
 
@@ -50,23 +53,39 @@ td.t{white-space:pre-line;overflow-wrap:anywhere;min-width:7em;max-width:22em}
 .pairs .card{margin:0}.pairs h3{font-size:14px;margin:8px 0 2px}.pairs table{width:100%;font-size:13.5px}
 .pairs td{padding:3px 12px 3px 0}
 .warn{border-left:4px solid var(--c1);padding:8px 14px;margin:14px 0 0;background:var(--card)}
+.tree{padding:8px 14px}.tree details,.tree .leaf{margin:3px 0 3px 18px}.tree>details,.tree>.leaf{margin-left:0}
+.tree small{color:var(--soft)}.tree b{font-size:12px;padding:1px 7px;border-radius:8px;border:1px solid currentcolor}
+.hot{color:var(--c9)}.warm{color:var(--c1)}.cold{color:var(--c0)}
+.lost main{opacity:.45}
 footer{color:var(--soft);font-size:13px;margin-top:32px}
 CURVES
 @media print{body{background:#fff}figure,.card,.tile{break-inside:avoid}}
 """
 
 
-def page(title: str, subtitle: str, body: Sequence[str], footer: str = "") -> str:
+def page(title: str, subtitle: str, body: Sequence[str], footer: str = "", script: str = "") -> str:
     """Return a whole HTML document, with its style inside. `body` has the markup of its sections; `title`, `subtitle`
-    and `footer` are plain text.
+    and `footer` are plain text, `script` is JavaScript.
     """
+    run = f"\n<script>{script}</script>" if script else ""
     foot = f"\n<footer>{escape(footer)}</footer>" if footer else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<title>{escape(title)}</title><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{_style()}</style></head>\n<body><main><h1>{escape(title)}</h1>"
-        f'<p class="sub">{escape(subtitle)}</p>\n' + "\n".join(body) + f"{foot}</main></body></html>\n"
+        f'<p class="sub">{escape(subtitle)}</p>\n' + "\n".join(body) + f"{foot}</main>{run}</body></html>\n"
     )
+
+
+def content_policy(script: str) -> str:
+    """Return the Content-Security-Policy for a page with the JavaScript `script`: nothing else runs, nothing is loaded,
+    and only the page's own address can be asked again."""
+    allowed = " ".join(
+        f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}';"
+        for kind, text in (("script", script), ("style", _style()))
+    )
+    others = "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {allowed} {others}"
 
 
 def section(title: str, body: str, note: str = "") -> str:

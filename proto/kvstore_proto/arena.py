@@ -22,7 +22,8 @@
     160     8     stored bytes: what follows the header
     168     8     xxh3_64 of the stored bytes
     176     8     expiry, seconds since the epoch in the low 32 bits, and priority, signed, in the next 8; 0: none
-    184     72    reserved, zero
+    184     68    seal of an encrypted block, on NVMe alone
+    252     4     reserved, zero
     256     3840  token ids, little-endian int32, up to 960
     4096          stored bytes, then padding to a multiple of 4096
 
@@ -49,6 +50,8 @@ HEADER_BYTES = 4096
 TOKEN_COUNT_OFFSET, ERROR_OFFSET = 108, 148
 TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
+SEALED = 0x100  # in the number of a codec: token ids, keys and stored bytes are encrypted
+SEAL_OFFSET, SEAL_BYTES = 184, 68
 MAGIC = b"KVB1"
 VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
@@ -88,7 +91,8 @@ class BlockHeader:
 
     `coded` is None when the payload is stored as it is. `payload_bytes` and `checksum` always describe the payload.
     `kept` is a word of `kvstore_proto.terms.kept_word`. `error` is above 0 for a lossy copy, whose payload is not what
-    was put: the bound of the difference, in the unit of `kvstore_tiers.codecs`, rounded up to a float32.
+    was put: the bound of the difference, in the unit of `kvstore_tiers.codecs`, rounded up to a float32. `seal` belongs
+    to an encrypted block: see `kvstore_tiers.nvme.seals`; a record has its first 8 bytes, the number of the key.
     """
 
     key: bytes
@@ -106,6 +110,7 @@ class BlockHeader:
     coded: Coded | None = None
     kept: int = 0  # how long: see `kvstore_proto.terms.kept_word`
     error: float = 0.0
+    seal: bytes = b""
 
     @property
     def codec(self) -> int:
@@ -139,6 +144,7 @@ class BlockHeader:
             self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
             self.created_ns, self.depth, self.error, 0, stored_bytes, stored_checksum, self.kept,
         )  # fmt: skip
+        raw[SEAL_OFFSET : SEAL_OFFSET + len(self.seal)] = self.seal
         raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
         _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
         return bytes(raw)
@@ -186,6 +192,7 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         "depth": depth, "tokens": tokens, "payload_bytes": payload_bytes, "generation": generation,
         "checksum": checksum, "created_ns": created_ns,
         "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
+        "seal": data[SEAL_OFFSET : SEAL_OFFSET + SEAL_BYTES] if codec & SEALED else b"",
     })  # fmt: skip
 
 

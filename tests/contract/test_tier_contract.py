@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.arena import writable_owner
-from kvstore_tiers.base import ContainerReport, Slot, Tier
+from kvstore_tiers.base import Coding, ContainerReport, Slot, Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.nvme import NvmeTier
@@ -60,6 +60,14 @@ class TestNvmeTier(TierContract):
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         return NvmeTier.open(self.path, capacity_bytes, slab_bytes=1 << 20)
+
+
+class TestNvmeTierThatEncrypts(TestNvmeTier):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        data_keys = pytest.importorskip("kvstored.clients.tenants.data_keys", reason="needs the extra encryption")
+        keys = data_keys.DataKeyFile(self.path.parent, bytes(32), lambda digest: True)
+        coding = Coding(staging_bytes=1 << 20)
+        return NvmeTier.open(self.path, capacity_bytes, slab_bytes=1 << 20, keys=keys, coding=coding)
 
 
 class TestFaultyTierWithoutFaults(TierContract):

@@ -1,5 +1,5 @@
 """A copy of the state of a running daemon, restored: what was durable before the copy began is served, nothing else is
-damaged. docs/backup.md says how; its listings run in test_docs_listings.py.
+damaged. docs/operations.md says how; its listings run in test_docs_listings.py.
 """
 
 from __future__ import annotations

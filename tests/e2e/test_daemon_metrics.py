@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.metrics import MetricsSnapshot, families
 from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
+from kvstored.lifecycle import Cause
 from kvstored.telemetry.counters import COUNTERS
-from tests.reference.conversations import put_conversation, tokens_of
+from tests.reference.conversations import model, put_conversation, tokens_of
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, free_port, running_daemon
 
 BLOCKS = 6
@@ -60,7 +61,10 @@ def test_it_shows_what_kvctl_shows(daemon: RunningDaemon, port: int) -> None:
         assert found["kvstored_tier_used_bytes"][labels] == tier.used_bytes
         assert found["kvstored_tier_blocks"][labels] == tier.blocks == BLOCKS
         assert found["kvstored_tier_hits_total"][labels] == tier.hits
-    assert found["kvstored_missed_blocks_total"] == {(("cause", "never_stored"),): BLOCKS}
+    missed = {dict(labels)["cause"]: value for labels, value in found["kvstored_missed_blocks_total"].items()}
+    assert missed == dict.fromkeys((cause.name.lower() for cause in Cause), 0) | {"never_stored": BLOCKS}
+    assert found["kvstored_acquired_tokens_total"] == {(): BLOCKS * model().block_tokens}
+    assert found["kvstored_warnings"] == {(): len(status.warnings)}
     [tenant] = daemon.ask("Tenants", pb.TenantsRequest()).tenants
     assert found["kvstored_tenant_hit_blocks_total"] == {(("tenant", tenant.name),): BLOCKS}
 

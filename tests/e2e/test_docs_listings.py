@@ -31,7 +31,7 @@ _COMMANDS = Path(sys.executable).parent
 _VLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PLACE = "/tmp/kv"  # what the pages call the directory of sockets and state
 _PAGES = (
-    "README.md", "deploy/README.md", "docs/backup.md", "docs/getting-started.md", "docs/kvctl.md", "docs/sizing.md",
+    "README.md", "deploy/README.md", "docs/operations.md", "docs/getting-started.md", "docs/kvctl.md",
 )  # fmt: skip
 _NOT_RUN = {
     ("README.md", "make demo"): (
@@ -154,7 +154,7 @@ def test_what_root_types_can_be_typed(page: str) -> None:
 def test_backup_and_restore() -> None:
     with _a_place() as place:
         (place / "kv").mkdir()
-        assert _run_page("docs/backup.md", place) > 10
+        assert _run_page("docs/operations.md", place) > 10
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def test_a_swapped_sequences_state_comes_back_bit_by_bit(tried: Loaded) -> None:
         outcome.take(engine.step())
     (sequence,) = engine.scheduler.run_queue.running
     saved = [np.copy(pool.planes[:, block]) for block in sequence.held.blocks]
-    swapped = swap_out(space, host, sequence.held, sequence.computed)
+    swapped = swap_out(space, host, sequence.held, sequence.computed, sequence.exact)
     other = tried.prompt(8, 64 * 16)
     space.release(space.claim("", np.array(other, np.int32)))  # every cached block is given up
     pool.planes[:, pool.free_flags] = 0xFF

@@ -6,7 +6,9 @@ parent may count on: `durable N...` once a sync answered for these blocks, `free
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
@@ -21,8 +23,16 @@ LARGE_BYTES = 50_000
 SHORTER_BYTES = 64 << 10
 
 
+ENCRYPTS = "KVSTORED_TEST_ENCRYPTS"
+
+
 def open_tier(directory: str) -> NvmeTier:
-    return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=2)
+    keys = None
+    if os.environ.get(ENCRYPTS):
+        from kvstored.clients.tenants.data_keys import DataKeyFile
+
+        keys = DataKeyFile(Path(directory).parent, bytes(32), lambda digest: True)
+    return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=2, keys=keys)
 
 
 class Writer:

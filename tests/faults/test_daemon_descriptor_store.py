@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstored.process import file_identity
 from tests.reference.conversations import found_blocks, model, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
@@ -185,3 +187,39 @@ def test_asked_for_without_a_service_manager_it_says_so(daemon: RunningDaemon) -
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     done = subprocess.run(daemon.command(), env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "NOTIFY_SOCKET" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_listening_socket_of_the_manager_is_used_and_left(daemon: RunningDaemon, manager: ServiceManager) -> None:
+    """A .socket unit: a client that comes before the daemon is served by it, and one that comes later waits for the
+    next. Memory in the store comes beside the socket."""
+    daemon.socket_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+    path = daemon.socket_dir / "handshake.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        before = file_identity(path)
+        manager.stored.append(("kvstored.socket", os.dup(listener.fileno())))
+        start(daemon, manager)
+        put_and_kill(daemon, manager, 1)
+        start(daemon, manager)
+        assert found(daemon, 1) == BLOCKS
+        assert manager.stop() == 0
+        assert file_identity(path) == before, "the manager listens there still"
+
+
+def test_a_removed_socket_of_the_manager_is_replaced_by_one_of_the_daemon(
+    daemon: RunningDaemon, manager: ServiceManager
+) -> None:
+    daemon.socket_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+    path = daemon.socket_dir / "handshake.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        manager.stored.append(("kvstored.socket", os.dup(listener.fileno())))
+        start(daemon, manager)
+        path.unlink()
+        assert eventually(path.is_socket)
+        put(daemon, 1)
+        assert found(daemon, 1) == BLOCKS
+        assert manager.stop() == 0
+        assert not path.exists()

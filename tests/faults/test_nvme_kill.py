@@ -13,7 +13,7 @@ import pytest
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstore_tiers.testing.transfers import block, get
-from tests.faults.nvme_writer import CAPACITY_BYTES, open_tier
+from tests.faults.nvme_writer import CAPACITY_BYTES, ENCRYPTS, open_tier
 from tests.reference.examples import first_of_each
 
 WRITER = Path(__file__).with_name("nvme_writer.py")
@@ -82,6 +82,24 @@ def test_a_kill_loses_nothing_durable(tmp_path: Path, name: str, hit: int) -> No
     status, durable, _ = run_writer(tmp_path, f"{name}=kill@{hit}")
     assert status == -9, f"{name} was not passed {hit} times"
     must_be_sound(tmp_path, durable)
+
+
+SEALED_CASES = [
+    ("nvme.after-slot-write", 330), ("nvme.between-records", RELOCATED), ("nvme.after-relocation", 2),
+    ("nvme.recover-after-repair", 1), ("file.keys", 1), ("keys.written", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hit"), first_of_each(SEALED_CASES, lambda case: case[0]))
+def test_a_kill_loses_nothing_durable_that_is_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hit: int
+) -> None:
+    pytest.importorskip("cryptography", reason="needs the extra encryption")
+    monkeypatch.setenv(ENCRYPTS, "1")
+    directory = tmp_path / "nvme"
+    status, durable, _ = run_writer(directory, f"{name}=kill@{hit}")
+    assert status == -9, f"{name} was not passed {hit} times"
+    must_be_sound(directory, durable)
 
 
 @pytest.mark.parametrize("name", AT_OPEN)

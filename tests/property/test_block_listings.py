@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.block_list import ORDERS, BlockList
+from kvstored.admin.block_list import CLASSES, ORDERS, BlockList
 from kvstored.admin.block_totals import BlockTotals
 from kvstored.store.blocks import listing
 from tests.reference.blocks import Shelf, key
@@ -57,7 +57,10 @@ class Listed:
             number=lambda name, _: int(name), name_of_index=lambda name: name.removeprefix("tenant-"),
             fingerprint_label=lambda digest: PRINTS[digest[0]], fingerprint_digest=lambda number: bytes([number] * 32),
         )  # fmt: skip
-        store = SimpleNamespace(residency=residency, clock=SimpleNamespace(monotonic_ns=lambda: NOW_NS))
+        warm = SimpleNamespace(residency_class=lambda row, now_ns: SimpleNamespace(value=CLASSES[row % 3]))
+        store = SimpleNamespace(
+            residency=residency, clock=SimpleNamespace(monotonic_ns=lambda: NOW_NS), policies=(warm, warm)
+        )
         parts: Any = SimpleNamespace(store=store, tenants=labels)
         describe = lambda row, block: setattr(block, "key", residency.key(row).hex())  # noqa: E731
         views: Any = SimpleNamespace(parts=parts, describe=describe)
@@ -161,6 +164,54 @@ def test_totals_are_the_sums_of_their_blocks(
     assert (reply.groups, reply.blocks, reply.payload_bytes) == (len(blocks), blocks.total(), nbytes.total())
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(_BLOCK, min_size=1, max_size=40), _FILTER, st.integers(1, 40))
+def test_the_tree_has_a_node_for_each_run_between_two_partings(
+    drawn: list[tuple[int, ...]], wanted: pb.BlocksRequest, limit: int
+) -> None:
+    listed = Listed(drawn)
+    if not _has_model(listed, wanted):
+        return
+    request = pb.BlockTotalsRequest(of=wanted, by="tree", limit=limit)
+    reply = asyncio.run(listed.totals.totals(request))
+    kids = Counter(record["chain"][-2] for record in listed.records if len(record["chain"]) > 1)
+    runs: dict[int, list[int]] = {}  # by their last block
+    for record in listed.records:
+        if kids[record["number"]] != 1:
+            parted = [at for at, number in enumerate(record["chain"][:-1]) if kids[number] != 1]
+            runs[record["number"]] = record["chain"][parted[-1] + 1 if parted else 0 :]
+    chosen = [record for record in listed.records if _matches(record, wanted)]
+    stored = {
+        last for last in runs if any(last in record["chain"] or record["number"] in runs[last] for record in chosen)
+    }
+    assert (reply.groups, reply.blocks) == (len(stored), len(chosen))
+    assert reply.payload_bytes == sum(record["size"] for record in chosen)
+    assert len(reply.totals) == min(limit, len(stored))
+    seen, numbered = {""}, {key(record["number"]).hex(): record for record in listed.records}
+    for total in reply.totals:
+        last = numbered[total.key]["number"]
+        assert last in stored
+        behind = [record for record in chosen if runs[last][0] in record["chain"]]
+        above = listed.records[runs[last][0]]["chain"][:-1]
+        assert total.parent == (key(above[-1]).hex() if above else "") and total.parent in seen
+        assert total.own_blocks == sum(record["number"] in runs[last] for record in chosen)
+        assert (total.blocks, total.payload_bytes) == (len(behind), sum(record["size"] for record in behind))
+        assert total.tier_bytes["host"] == sum(record["size"] for record in behind if record["tier"] == 0)
+        assert total.longest_blocks == max(record["depth"] + 1 for record in behind)
+        assert total.branches == sum(listed.records[runs[other][0]]["chain"][:-1][-1:] == [last] for other in stored)
+        below = [total, *(each for each in reply.totals if last in numbered[each.key]["chain"])]
+        assert total.residency == min(
+            (CLASSES[listed.records[runs[numbered[each.key]["number"]][0]]["row"] % 3] for each in below),
+            key=CLASSES.index,
+        )
+        seen.add(total.key)
+    least = min(total.payload_bytes for total in reply.totals) if reply.totals else 0
+    left = [runs[last][0] for last in stored if key(last).hex() not in seen]
+    tops = [first for first in left if not listed.records[first]["chain"][:-1]]
+    sizes = [sum(record["size"] for record in chosen if first in record["chain"]) for first in tops]
+    assert all(size <= least for size in sizes), "the largest are listed"
+
+
 def test_what_does_not_exist_is_named(drawn: tuple[int, ...] = (-1, 0, 0, 4096, 0, 1)) -> None:
     listed = Listed([drawn])
     for request, said in (
@@ -171,5 +222,5 @@ def test_what_does_not_exist_is_named(drawn: tuple[int, ...] = (-1, 0, 0, 4096, 
     ):
         with pytest.raises(KVStoreError, match=said):
             asyncio.run(listed.list.blocks(request))
-    with pytest.raises(KVStoreError, match="there are tenant, model, prefix"):
+    with pytest.raises(KVStoreError, match="there are tenant, model, prefix, tree"):
         asyncio.run(listed.totals.totals(pb.BlockTotalsRequest(by="moon")))

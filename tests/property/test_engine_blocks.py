@@ -157,7 +157,9 @@ class Blocks(RuleBasedStateMachine):
         self.live.remove(sequence)
         before = self.host.used_blocks
         try:
-            sequence.swapped = swap_out(self.space, self.host, sequence.block_table, sequence.computed)
+            sequence.swapped = swap_out(
+                self.space, self.host, sequence.block_table, sequence.computed, sequence.computed
+            )
         except HostPoolFull:
             assert self.host.used_blocks == before
             self.space.release(sequence.block_table)

@@ -1,22 +1,26 @@
-"""The files for systemd are ones that systemd understands, and fit the daemon."""
+"""The files for systemd, Prometheus and Grafana are ones that these understand, and fit the daemon."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstored.config import load_config
+from tests.reference.promql import RULE_TESTS, RULES, board, rules
 from tests.tidy.tree import ROOT
 
 _DEPLOY = ROOT / "deploy"
 _UNIT = _DEPLOY / "systemd/kvstored.service"
 _HOLDER_UNIT = _DEPLOY / "systemd/kvstored-holder.service"
+_SOCKET_UNIT = _DEPLOY / "systemd/kvstored.socket"
 _GPU_DROP_IN = _DEPLOY / "systemd/kvstored.service.d/gpu.conf"
 _GPU_NODES_UNIT = _DEPLOY / "systemd/kvstored-gpu-nodes.service"
 _INSTALLED_IN = "/opt/kvstored/bin"
@@ -60,6 +64,39 @@ def test_systemd_understands_what_a_gpu_adds(tmp_path: Path) -> None:
     assert (_verify(unit), _verify(nodes)) == ("", "")
     drop_in.write_text(_GPU_DROP_IN.read_text().replace("DeviceAllow", "DeviceAllows"))
     assert "DeviceAllows" in _verify(unit), "the drop-in was not read"
+
+
+@pytest.mark.parametrize("with_gpu", [False, True])
+@pytest.mark.parametrize("source", [_UNIT, _HOLDER_UNIT], ids=lambda path: path.stem)
+def test_systemd_finds_little_exposed(tmp_path: Path, source: Path, with_gpu: bool) -> None:
+    (tmp_path / source.name).write_text(source.read_text())
+    if with_gpu:
+        (tmp_path / f"{source.name}.d").mkdir()
+        (tmp_path / f"{source.name}.d/gpu.conf").write_text(_GPU_DROP_IN.read_text())
+    command = [_tool("systemd-analyze"), "security", "--offline=true", "--threshold=15", str(tmp_path / source.name)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout[-200:] + run.stderr
+
+
+def test_every_line_of_the_sandbox_has_its_reason() -> None:
+    """A comment above it, or above the lines that it belongs to."""
+    sandbox = _UNIT.read_text().partition("# Sandbox")[2].partition("[Install]")[0]
+    groups = re.split(r"\n(?=#)", sandbox.strip())
+    assert len(groups) >= 10
+    assert all(len([line for line in group.splitlines() if "=" in line and line[0] != "#"]) <= 6 for group in groups)
+
+
+def test_systemd_understands_the_socket(tmp_path: Path) -> None:
+    unit, service = tmp_path / _SOCKET_UNIT.name, tmp_path / _UNIT.name
+    unit.write_text(_SOCKET_UNIT.read_text())
+    service.write_text(re.sub(rf"{_INSTALLED_IN}/\w+", sys.executable, _UNIT.read_text()))
+    assert _verify(unit) == ""
+    unit.write_text(_SOCKET_UNIT.read_text().replace("SocketUser", "SocketOwner"))
+    assert "SocketOwner" in _verify(unit)
+    settings = dict(line.split("=", 1) for line in _UNIT.read_text().splitlines() if "=" in line and line[0].isalpha())
+    socket_file = Path(f"/run/{settings['RuntimeDirectory']}/handshake.sock")
+    assert f"ListenSequentialPacket={socket_file}\n" in _SOCKET_UNIT.read_text()
+    assert settings["RuntimeDirectoryPreserve"] == "yes", "a stop would remove the socket's file"
 
 
 def test_a_gpu_loosens_nothing_but_the_devices_of_nvidia() -> None:
@@ -143,3 +180,56 @@ def test_the_image_holds_every_source_of_the_wheel() -> None:
     needed = [*settings["tool"]["setuptools"]["packages"]["find"]["where"], settings["project"]["readme"]]
     missing = [name for name in needed if not re.search(rf"^COPY .*\b{re.escape(name)}\b", text, re.MULTILINE)]
     assert not missing
+
+
+def test_the_board_is_one_that_grafana_reads() -> None:
+    """The classes of Grafana's library, which are made from the schema of boards, keep all that the file says."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk (dev extra)")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+    written = board()
+    read = json.loads(JSONEncoder().encode(models.Dashboard.from_json(written)))
+    assert _kept(written, read) == []
+
+
+def _kept(written: Any, read: Any, place: str = "") -> list[str]:
+    """Return the places of `written` that are not in `read`."""
+    if isinstance(written, dict):
+        return [lost for name, value in written.items() for lost in _kept(value, read.get(name), f"{place}.{name}")]
+    if isinstance(written, list) and len(written) == len(read):
+        pairs = enumerate(zip(written, read, strict=True))
+        return [lost for at, (value, other) in pairs for lost in _kept(value, other, f"{place}[{at}]")]
+    return [] if written == read else [place]
+
+
+def test_the_first_row_of_the_board_answers_the_first_questions() -> None:
+    panels = board()["panels"]
+    assert [panel["title"] for panel in panels if panel["gridPos"]["y"] == 0] == [
+        "Hit share by tier", "Misses by cause", "Used of limit", "Written a day", "Load time against prefill replaced",
+        "Promotions late",
+    ]  # fmt: skip
+    taken = [
+        (across, down)
+        for grid in (panel["gridPos"] for panel in panels)
+        for across in range(grid["x"], grid["x"] + grid["w"])
+        for down in range(grid["y"], grid["y"] + grid["h"])
+    ]
+    assert len(taken) == len(set(taken)) and max(across for across, _ in taken) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_alerts_are_raised_when_they_should_be() -> None:
+    for command in (["check", "rules", RULES], ["test", "rules", RULE_TESTS]):
+        run = subprocess.run([_tool("promtool"), *command], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_alert_is_tested_and_has_a_runbook() -> None:
+    headings = set(re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE))
+    cases = RULE_TESTS.read_text()
+    for rule in rules():
+        name = rule["alert"]
+        assert rule["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+        assert name in headings, "its section says what to do"
+        assert re.search(rf"alertname: {name}\n\s+exp_alerts", cases), f"no test raises {name}"
+    assert {name for name in headings if name.startswith("Kvstored")} == {rule["alert"] for rule in rules()}

@@ -24,7 +24,7 @@ _OTHER_MEANING = {"pages": "Store.pages: places in staging, counted in pages of 
 _PLAIN = {
     "array", "bench", "by", "close", "config", "connect", "contains", "daemon", "delete", "deleted", "doctor", "drain",
     "drop", "error", "explain", "flush", "invalidate", "ping", "release", "reload", "report", "shutdown",
-    "statistics", "status", "top", "versions", "wake", "weights",
+    "statistics", "status", "top", "traced", "versions", "wake", "weights",
 }  # fmt: skip
 _ROW = re.compile(r"^\| \*\*(.+?)\*\*(?:, ([^|]*?))? \| (.*?) \| ?(.*?) ?\|$", re.MULTILINE)
 _NAME = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\b")

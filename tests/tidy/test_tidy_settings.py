@@ -32,6 +32,8 @@ _SETTINGS = [
 ]
 _COMPANY = {  # what a setting does not go without
     "prefetch.model": ("prefetch.predictor=learned",),
+    "encryption.former_key_file": ("encryption.key_file=/tmp/elsewhere",),
+    "encryption.default": ("encryption.key_file=/tmp/elsewhere",),
     "events.replay": ("events.listen=ipc:///tmp/events",),
     "unary.listen": ("unary.tokens_file=/tmp/elsewhere",),
     "unary.tls_cert": ("unary.listen=localhost:1", "unary.tokens_file=/tmp/elsewhere", "unary.tls_key=/tmp/key"),
@@ -49,6 +51,7 @@ _OTHER_VALUES = (
     "debug",
     "/tmp/elsewhere",
     "localhost:7443",
+    "http://localhost:4318",
     "ipc:///tmp/elsewhere",
     "{tenant}",
     "array",

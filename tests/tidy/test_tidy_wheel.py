@@ -27,12 +27,13 @@ _OFFLINE = (
     "Temporary failure in name resolution",
     "No route to",
 )
-BUILD_TIMEOUT_S = 180
+BUILD_TIMEOUT_S = 600
 # The extras that pages name; `dev` is installed where this runs.
 EXTRAS_OF_PAGES = sorted(
     {extra for page in pages_with_commands() for words in pip_installs(page) for word in words
      if (asked := re.search(r"\[([a-z0-9,]+)\]$", word)) for extra in asked[1].split(",")} - {"dev"}
 )  # fmt: skip
+RELEASE = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
 pytestmark = pytest.mark.slow
 
 
@@ -89,7 +90,7 @@ def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_pat
     assert versions[0].name != versions[1].name
     shutil.rmtree(clone / ".git")
     _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out / "archive", clone], tmp_path)
-    assert next((out / "archive").glob("*.whl")).name.startswith("kvstored-0.2.0")
+    assert next((out / "archive").glob("*.whl")).name.startswith(f"kvstored-{RELEASE}")
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +157,78 @@ def test_the_base_install_has_no_engine(installed: Path, tmp_path: Path) -> None
     assert "Traceback" not in run.stderr
 
 
+_SMALL = (
+    "host.capacity=32MiB", "host.staging=8MiB", "host.arena=2MiB", "nvme.capacity=64MiB", "nvme.slab=4MiB",
+    "host.warm_linger_s=0",  # the holder would outlive the test
+)  # fmt: skip
+
+
 def test_the_installed_daemon_serves(installed: Path, distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    settings = (
-        "host.capacity=32MiB", "host.staging=8MiB", "host.arena=2MiB", "nvme.capacity=64MiB", "nvme.slab=4MiB",
-        "host.warm_linger_s=0",  # the holder would outlive the test
-    )  # fmt: skip
-    with _serving(installed, tmp_path, settings) as sockets:
+    with _serving(installed, tmp_path, _SMALL) as sockets:
         status = json.loads(_run([installed / "kvctl", "--socket-dir", sockets, "--json", "status"], tmp_path))
         assert (status["version"], status["state"]) == (_version(distributions), "serving")
         assert "10 of 10" in _run([installed / "kvctl", "--socket-dir", sockets, "ping"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel of the last commit before this release was begun, and the wheel that the tag of this release gives."""
+    work = tmp_path_factory.mktemp("releases")
+    clone = work / "clone"
+    _run(["git", "clone", "--quiet", "--no-tags", ROOT, clone], work)
+    begun = _run(["git", "log", "--format=%H", f"-S## {RELEASE} ", "--", "CHANGELOG.md"], clone).split()
+    if not begun or subprocess.run(["git", "rev-parse", "-q", "--verify", f"{begun[-1]}^"], cwd=clone).returncode:
+        pytest.skip("this clone lacks the commits before the release was begun (git fetch --unshallow)")
+    changed = _run(["git", "diff", "--name-status", f"{begun[-1]}^", "HEAD", "--", "tests/golden"], clone).splitlines()
+    folders = [line for line in changed if re.search(r"/(nvme-format|state)-\d+/", line) and line[0] != "A"]
+    assert folders == [], "golden files of a format stay as they are"
+    _run(["git", "checkout", "--quiet", "-b", "before", f"{begun[-1]}^"], clone)
+    _run([sys.executable, "-m", "build", "--wheel", "--outdir", work / "before", clone], work)
+    _run(["git", "checkout", "--quiet", "-"], clone)
+    _run(["git", "tag", f"v{RELEASE}"], clone)
+    _run([sys.executable, "-m", "build", "--outdir", work / "release", clone], work)
+    assert sorted(path.name for path in (work / "release").iterdir()) == [
+        f"kvstored-{RELEASE}-py3-none-any.whl", f"kvstored-{RELEASE}.tar.gz",
+    ]  # fmt: skip
+    return next((work / "before").glob("*.whl")), next((work / "release").glob("*.whl"))
+
+
+@pytest.mark.timeout(1800)
+def test_a_release_is_installed_over_the_wheel_before_and_rolled_back(
+    releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What one version has stored the next one serves. The way back serves it, too, or says which format it misses."""
+    before, release = releases
+    venv.create(tmp_path / "environment")
+    bin_dir = tmp_path / "environment/bin"
+    _pip(bin_dir, "install", "--no-compile", "--quiet", before)
+    stored: dict[str, bytes] = {}
+
+    def keep(name: str) -> None:
+        """Store one more object under `name`, and read all back that were stored so far."""
+        with _serving(bin_dir, tmp_path, _SMALL) as sockets:
+            kvctl = [bin_dir / "kvctl", "--socket-dir", sockets, "--timeout", "60"]
+            (source := tmp_path / name).write_bytes(stored.setdefault(name, os.urandom(300_000)))
+            _run([*kvctl, "put", "--name", name, "--durability", "always", source], tmp_path)
+            for each, content in stored.items():
+                _run([*kvctl, "get", "--name", each, tmp_path / "back"], tmp_path)
+                assert (tmp_path / "back").read_bytes() == content, each
+
+    keep("before")
+    written_by_before = (tmp_path / "state/nvme/format").read_bytes()
+    _pip(bin_dir, "install", "--no-compile", "--quiet", release)
+    assert _run([bin_dir / "kvstored", "--version"], tmp_path).split() == ["kvstored", RELEASE]
+    keep("release")
+    format_file = tmp_path / "state/nvme/format"
+    _pip(bin_dir, "install", "--no-compile", "--quiet", before)
+    if format_file.read_bytes() == written_by_before:
+        keep("back")
+        return
+    settings = [word for setting in _SMALL for word in ("--set", setting)]
+    places = ["--socket-dir", str(tmp_path / "run"), "--state-dir", str(tmp_path / "state")]
+    command = [bin_dir / "kvstored", "serve", *places, *settings]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode and "format" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @contextmanager

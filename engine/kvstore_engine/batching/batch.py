@@ -4,6 +4,7 @@ The module has plain values. `batch_planner` decides what is in a batch.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvstore_engine.batching.observer import SequencePart
 from kvstore_engine.batching.sequence import Sequence
@@ -14,7 +15,8 @@ from kvstore_engine.graph import SequenceSlice
 class BatchPart:
     """The tokens of one sequence that a step computes, from position `begin` up to `end`. `is_decode` is True for the
     next token of an answer. If `borrowed` is set, this pool block is used in place of the sequence's own block at
-    `begin`; `borrowed_window` likewise replaces the block for layers with a sliding window.
+    `begin`; `borrowed_window` likewise replaces the block for layers with a sliding window. `read_pages`: see
+    `SequenceSlice`.
     """
 
     sequence: Sequence
@@ -23,6 +25,7 @@ class BatchPart:
     is_decode: bool
     borrowed: int | None = None
     borrowed_window: int | None = None
+    read_pages: int = 0
 
     @property
     def has_output(self) -> bool:
@@ -43,7 +46,8 @@ class BatchPart:
         windows = self.sequence.held.window_ids() if self.sequence.held.windows else None
         if windows is not None and self.borrowed_window is not None:
             windows[self.begin // block_tokens] = self.borrowed_window
-        return SequenceSlice(tokens, self.begin, ids, "last" if self.has_output else "none", windows)
+        outputs: Literal["last", "none"] = "last" if self.has_output else "none"
+        return SequenceSlice(tokens, self.begin, ids, outputs, windows, self.read_pages)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.step_budget import StepBudget
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.trie import TrieNode
+from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.pool import PoolExhausted
 
 _ROW_GROUP = 4  # see above
@@ -34,8 +35,9 @@ _ROW_GROUP = 4  # see above
 
 class BatchPlanner:
     """A planner that chooses the tokens of each step: the next token of each answer, and as many prompt tokens as
-    `budget` allows, at most `most_tokens` in all. `make_room(sequence)` is called when pool blocks are short. It takes
-    the blocks of one running sequence, perhaps of that one, and returns False if no other sequence runs.
+    `budget` allows, at most `most_tokens` in all. Tokens of answers read the pages that `selection` allows, if given.
+    `make_room(sequence)` is called when pool blocks are short. It takes the blocks of one running sequence, perhaps of
+    that one, and returns False if no other sequence runs.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class BatchPlanner:
         restorer: Restorer,
         *,
         most_tokens: int,
+        selection: PageSelection | None,
         make_room: Callable[[Sequence], bool],
         observer: Observer,
         clock: Callable[[], float],
@@ -53,6 +56,7 @@ class BatchPlanner:
         self._budget = budget
         self._restorer = restorer
         self._most_tokens = most_tokens
+        self._selection = selection
         self._make_room = make_room
         self._observer = observer
         self._clock = clock
@@ -139,7 +143,8 @@ class BatchPlanner:
                 if not self._make_room(sequence):
                     return None
             else:
-                return BatchPart(sequence, sequence.computed, sequence.length, is_decode=True)
+                pages = self._selection.read_pages(sequence.length) if self._selection is not None else 0
+                return BatchPart(sequence, sequence.computed, sequence.length, is_decode=True, read_pages=pages)
         return None
 
     def _prompt(self, sequence: Sequence, most: int, busy: set[TrieNode], *, is_alone: bool) -> BatchPart | None:

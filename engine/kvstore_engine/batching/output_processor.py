@@ -51,7 +51,9 @@ class OutputProcessor:
             new = sequence.advance_to(part.end, "computed")
             if new:
                 tenants.charge(sequence.request.tenant, prompt_tokens=new)
-            self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, part.end)
+            if part.read_pages:
+                sequence.selected_from = min(sequence.selected_from, part.begin)
+            self._scheduler.space.seal(sequence.held, sequence.tokens, part.begin, min(part.end, sequence.exact))
         outputs = dict(enumerate(part.sequence for part in batch.parts if part.has_output))
         needed = list(whole)
         rows = dict(zip(needed, logits.rows(needed), strict=True)) if needed else {}

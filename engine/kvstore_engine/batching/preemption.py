@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.sequence import Sequence
+from kvstore_engine.batching.sequence import NO_SELECTION, Sequence
 from kvstore_engine.blocks.host_pool import HostPool, SwappedBlocks, swap_in, swap_out
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.transfers import TransferCosts, count_runs
@@ -64,7 +64,7 @@ class Preemption:
             self._swap_out(sequence)
         else:
             self._space.release(sequence.held)
-            sequence.computed = 0
+            sequence.computed, sequence.selected_from = 0, NO_SELECTION
         sequence.block_table = None
         sequence.is_requested = False
         self._observer.preempted(sequence.request.id, sequence.index, how, self._clock())
@@ -93,7 +93,7 @@ class Preemption:
 
     def _swap_out(self, sequence: Sequence) -> None:
         begin = self._clock()
-        swapped = sequence.swapped = swap_out(self._space, self._host, sequence.held, sequence.computed)
+        swapped = sequence.swapped = swap_out(self._space, self._host, sequence.held, sequence.computed, sequence.exact)
         end = self._clock()
         self.transfers.observe(swapped.nbytes, swapped.runs, end - begin)
         self._observer.swapped_out(sequence.request.id, sequence.index, swapped.nbytes, swapped.runs, begin, end)

@@ -72,6 +72,7 @@ class Scheduler:
             self._budget,
             restorer,
             most_tokens=limits.max_tokens,
+            selection=limits.selection,
             make_room=self.run_queue.make_room,
             observer=observer,
             clock=clock,

@@ -17,12 +17,15 @@ from kvstore_engine.blocks.block_table import BlockTable
 from kvstore_engine.blocks.host_pool import SwappedBlocks
 from kvstore_engine.restore.session import KvSession
 
+NO_SELECTION = 1 << 62
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The state of one answer (number `index`) of `request` while it is computed: its tokens, how many of them have K/V
     (`computed`), and the pool blocks it holds. `order` numbers arrivals; `length` is the number of known tokens;
-    `furthest` is the most tokens that ever had K/V.
+    `furthest` is the most tokens that ever had K/V. From position `selected_from` on, K/V came from tokens that left
+    out pages.
     """
 
     request: Request
@@ -35,6 +38,7 @@ class Sequence:
     prompt_tokens: int
     session: KvSession | None = None
     computed: int = 0
+    selected_from: int = NO_SELECTION
     generated: int = 0
     block_table: BlockTable | None = None
     swapped: SwappedBlocks | None = None
@@ -54,6 +58,13 @@ class Sequence:
     def left(self) -> int:
         """The number of this answer's known tokens, prompt included, whose K/V are not computed yet."""
         return self.length - self.computed
+
+    @property
+    def exact(self) -> int:
+        """The number of leading tokens whose K/V are what attention to all tokens gives: only these may be shared with
+        other requests, or stored.
+        """
+        return min(self.computed, self.selected_from)
 
     @property
     def is_decoding(self) -> bool:

@@ -46,13 +46,14 @@ class Storer:
         return self._queue.outstanding
 
     def offer(self, sequence: Sequence, *, is_last: bool = False) -> None:
-        """Queue the whole storage blocks that `sequence` has computed since the last call, to be stored in the daemon.
+        """Queue the whole storage blocks that `sequence` has computed since the last call, with all of attention, to be
+        stored in the daemon.
         `is_last` says that the sequence has ended.
         """
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
             return
-        full = sequence.computed // session.block_tokens
+        full = sequence.exact // session.block_tokens
         first = sequence.offered_blocks
         if first >= full or session.state != "connected":
             return
@@ -79,7 +80,7 @@ class Storer:
         is_first = not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
             next_step = sequence.answer.next_step if by_itself else None
-            self._hint(sequence, sequence.computed, answer_tokens=sequence.generated, next_step=next_step)
+            self._hint(sequence, sequence.exact, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
         """Send the daemon a hint that `sequence` will run in about `wait_s` seconds, so that it keeps the stored blocks

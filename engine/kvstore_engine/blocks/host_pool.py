@@ -178,25 +178,27 @@ class HostPool:
 class SwappedBlocks:
     """A record of a sequence whose blocks were copied to host memory: the K/V of its first `computed` tokens are at
     `places` of the host pool. `path` lists the nodes of the prefix trie that it held; `runs` counts the contiguous
-    pieces that were copied.
+    pieces that were copied. Only the first `exact` tokens may be shared.
     """
 
     tenant: str
     computed: int
+    exact: int
     places: list[int]
     path: list[TrieNode]
     runs: int
     nbytes: int
 
 
-def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int) -> SwappedBlocks:
+def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int, exact: int) -> SwappedBlocks:
     """Copy the blocks with the first `computed` tokens of `table` to `host`, release the table, and return a record for
-    `swap_in`. Raises HostPoolFull with nothing changed.
+    `swap_in`, which shares the first `exact` tokens again. Raises HostPoolFull with nothing changed.
     """
     blocks, path = table.blocks[: space.blocks_for(computed)], table.nodes[: computed // space.block_tokens]
     places = host.save(blocks)
     space.release(table)
-    return SwappedBlocks(table.tenant, computed, places, path, count_runs(blocks), len(blocks) * host.block_bytes)
+    runs, nbytes = count_runs(blocks), len(blocks) * host.block_bytes
+    return SwappedBlocks(table.tenant, computed, exact, places, path, runs, nbytes)
 
 
 def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[BlockTable, int]:
@@ -205,7 +207,7 @@ def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: I
     of copied blocks; blocks that are still in the prefix trie are not copied. Raises PoolExhausted with nothing
     changed.
     """
-    block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
+    block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.exact)
     targets = block_table.blocks[kept : len(swapped.places)]
     if targets:
         host.load(swapped.places, kept, targets)

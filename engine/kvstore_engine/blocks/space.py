@@ -105,10 +105,11 @@ class BlockSpace:
         table.append(blocks)
         return table
 
-    def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
+    def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], exact: int) -> tuple[BlockTable, int]:
         """Return a table with pool blocks for `tokens`, for a sequence that held the trie nodes `path` before it lost
         its blocks, and the number of leading blocks that are still the blocks of `path`. The caller must fill the other
-        blocks of the first `computed` tokens. Raises PoolExhausted with nothing changed.
+        blocks; blocks of the first `exact` tokens are shared with later sequences. Raises PoolExhausted with nothing
+        changed.
         """
         table = BlockTable(tenant)
         for node in path:
@@ -123,7 +124,7 @@ class BlockSpace:
         except PoolExhausted:
             self.release(table)
             raise
-        for key, block in zip(self.keys(tokens[:computed])[kept:], blocks, strict=False):
+        for key, block in zip(self.keys(tokens[:exact])[kept:], blocks, strict=False):
             parent = table.nodes[-1] if table.nodes else None
             if not self.is_sharing or self.trie.child(tenant, parent, key) is not None:
                 break  # another sequence's block is there: the rest stay unshared

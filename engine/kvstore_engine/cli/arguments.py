@@ -11,6 +11,7 @@ from pathlib import Path
 from kvstore_console.command_line import Commands, ListAction, Parser, seconds
 from kvstore_engine.cli.serve_arguments import add_serve
 from kvstore_engine.devices import CPU, DEVICE_HELP
+from kvstore_engine.page_selection import SELECT_HELP
 from kvstore_proto.version import VERSION
 
 _EXAMPLES = """examples:
@@ -140,6 +141,7 @@ def _add_generate(commands: Commands) -> None:
   kvengine generate --model ./llama.gguf --prompt-file story.txt --max-tokens 200 --temperature 0.8 --seed 1
   kvengine generate --model smollm2-135m-instruct --system-file manual.txt --prompt "How do I reset it?" \\
       --kvstore /run/kvstored --json
+  kvengine generate --model smollm2-135m-instruct --prompt-file manual.txt --context 8192 --select-pages 50%%
 
 {_MODELS}
 {_EXIT_CODES}""",
@@ -218,6 +220,7 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "in pieces, of which each stage computes another; with --kvstore each restores and stores its own layers "
         "(default 1)",
     )
+    running.add_argument("--select-pages", metavar="N|P%", help=SELECT_HELP)
     _add_store(running)
     running.add_argument(
         "--next-in",

@@ -16,6 +16,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadedModel, LoadOptions, open_model
 from kvstore_engine.models.locate import locate
+from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.sampler import SamplingSettings
 
 
@@ -45,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         hidden_states=not options.no_hidden_states,
         trace=options.trace,
         accepts_lossy=options.accepts_lossy,
+        selection=PageSelection.parse(options.select_pages) if options.select_pages is not None else None,
     )
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)

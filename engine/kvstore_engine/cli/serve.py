@@ -10,6 +10,7 @@ import argparse
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.models.locate import locate
+from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.server.options import EngineOptions, ServerOptions
 from kvstore_engine.server.server_process import run_server as run_server
 
@@ -25,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
         )
     device = DeviceName.parse(options.device)
     device.check_kv_dtype(options.kv_dtype)
+    if options.select_pages is not None:
+        PageSelection.parse(options.select_pages)  # a mistake must not wait for a process to start
     path = locate(options.model)
     engine = EngineOptions(
         model=str(path),
@@ -43,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         device=device.name,
         store_rate=options.store_rate,
         accepts_lossy=options.accepts_lossy,
+        select_pages=options.select_pages,
     )
     known = path.stem if options.model == str(path) else options.model
     names: list[str] = [*options.served_name, known]

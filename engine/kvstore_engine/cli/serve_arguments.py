@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvstore_console.command_line import Commands, seconds, size, whole_number
 from kvstore_engine.devices import CPU, DEVICE_HELP, KV_TYPES
+from kvstore_engine.page_selection import SELECT_HELP
 
 _port = whole_number(0, 65535)
 _count = whole_number(1, 1 << 30)
@@ -21,6 +22,7 @@ between requests of a tenant and, with --kvstore, kept in kvstored."""
 _EPILOG = """examples:
   kvengine serve --model smollm2-135m-instruct:q8_0
   kvengine serve --model ./llama.gguf --kvstore /run/kvstored --context 8192 --max-sequences 8
+  kvengine serve --model ./llama.gguf --context 8192 --select-pages 50%
   kvengine serve --model ./llama.gguf --host 0.0.0.0 --api-keys /etc/kvengine/keys --policy priority
 
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -119,6 +121,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for K/V, such as 2GiB (default: the context for every sequence, at most half of what is free)",
     )
+    engine.add_argument("--select-pages", metavar="N|P%", help=SELECT_HELP)
     engine.add_argument("--swap", type=size, metavar="SIZE", help="memory for K/V of preempted answers; 0 recomputes")
     _add_store(engine)
     engine.add_argument(

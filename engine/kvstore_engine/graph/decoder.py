@@ -58,10 +58,14 @@ class PoolTensors:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperation:
-    """The address of the native attention function, and for each layer the address of the data that it gets."""
+    """The address of the native attention function, and for each layer the address of the data that it gets. Before it,
+    the layers `selecting` call the function `choice` with these data, which chooses the pages that are read.
+    """
 
     function: int
     layers: tuple[int, ...]
+    choice: int = 0
+    selecting: Collection[int] = ()
 
 
 class GraphBuilder:
@@ -247,27 +251,32 @@ class GraphBuilder:
 
     def _attend(self, index: int, hidden: int) -> int:
         """Return the heads' outputs before projection, [heads * head_dim, tokens]."""
-        ggml, config = self.ggml, self.model.config
-        layer = self.model.layers[index]
+        config, layer = self.model.config, self.model.layers[index]
         query, keys, values = self._write_cache(index, self._norm(hidden, layer.attn_norm))
         query = self._rotated(index, self._norm(query, layer.attn_q_norm))
         # The planes are sources only so that the graph runs the writes first: the kernel reads by block
         # table.
-        sources = (ct.c_void_p * 3)(query, keys, values)
-        attended: int = ggml.custom_4d(
+        sources, place = [query, keys, values], index - self.layers.start
+        if place in self.attention.selecting:
+            sources.append(self._custom(1, 1, [query, keys], self.attention.choice, place))
+        return self._custom(config.heads * config.head_dim, self.tokens, sources, self.attention.function, place)
+
+    def _custom(self, columns: int, rows: int, sources: list[int], function: int, place: int) -> int:
+        """Return the result of our own `function` on the data of the layer at `place`, float32 [rows, columns]."""
+        result: int = self.ggml.custom_4d(
             self.context,
             F32,
-            config.heads * config.head_dim,
-            self.tokens,
+            columns,
+            rows,
             1,
             1,
-            sources,
+            (ct.c_void_p * len(sources))(*sources),
             len(sources),
-            self.attention.function,
+            function,
             _ALL_THREADS,
-            self.attention.layers[index - self.layers.start],
+            self.attention.layers[place],
         )
-        return attended
+        return result
 
     def _project(self, index: int, attended: int, hidden: int) -> int:
         layer = self.model.layers[index]

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_engine.page_selection import LEAST_PAGES, PageSelection
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
@@ -20,7 +22,8 @@ class SequenceSlice:
     position of the first; the K/V of positions 0..start-1 must be in the pool already. block_table: int32, the numbers
     of the pool blocks for positions 0, 16, 32...; it covers at least start + n tokens. outputs: the tokens whose logits
     are wanted: "none", "last" or "all". window_table: int32, as `block_table` for layers that have a pool of their own;
-    blocks that have left the window are 0.
+    blocks that have left the window are 0. read_pages: the most pages of 32 tokens that the token reads in a layer
+    without a window, if the slice has one token; 0: all.
     """
 
     tokens: Int32Array
@@ -28,14 +31,15 @@ class SequenceSlice:
     block_table: Int32Array
     outputs: Literal["last", "all", "none"] = "last"
     window_table: Int32Array | None = None
+    read_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The inputs of a step as flat arrays with an entry for each row (token): token ids, positions, and `slots`, the
     place of its K and V in the pool. `outputs` are the numbers of the rows that get logits. `sequences` is int32 [s,
-    4], for each sequence: first row, rows, context in tokens, an unused number. `window_slots` are the places in the
-    pool of layers with a sliding window, if they have one.
+    4], for each sequence: first row, rows, context in tokens, the pages that are read (0: all). `window_slots` are the
+    places in the pool of layers with a sliding window, if they have one.
     """
 
     tokens: Int32Array
@@ -49,7 +53,8 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """The limits that an executor was built for: the size of its vocabulary and pool, and the most tokens, sequences
-    and context of a step.
+    and context of a step. `selection`: the pages that a token of an answer reads;
+    None: no slice may leave out pages.
     """
 
     vocabulary: int
@@ -59,6 +64,7 @@ class StepLimits:
     max_sequences: int
     max_context: int
     window_blocks: int = 0
+    selection: PageSelection | None = None
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
@@ -92,6 +98,9 @@ def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs
             raise ValueError("two tokens of one step would be written to the same place in the pool")
     sequences = np.zeros((len(slices), 4), np.int32)
     sequences[:, 0], sequences[:, 1], sequences[:, 2] = firsts, counts, ends
+    sequences[:, 3] = [piece.read_pages for piece in slices]
+    if ((sequences[:, 3] != 0) & ((counts != 1) | (sequences[:, 3] < LEAST_PAGES) | (limits.selection is None))).any():
+        raise ValueError(f"a slice of one token may read {LEAST_PAGES} pages or more, where the pool has page bounds")
     tokens = np.concatenate([piece.tokens for piece in slices]).astype(np.int32, copy=False)
     outputs = _outputs(slices, firsts, counts)
     return StepInputs(tokens, positions.astype(np.int32), slots, outputs, sequences, window_slots)

@@ -31,6 +31,14 @@ class Kernels(ABC):
         """
 
     @property
+    def page_choice_address(self) -> int:
+        """The address of a native function (`ggml_custom_op_t`) that runs before attention, with the address of the
+        same `layout.Layer` as its user data, and chooses the pages that rows which may not read all of them read; 0 if
+        attention always reads all.
+        """
+        return 0
+
+    @property
     def q4_product_address(self) -> int:
         """The address of a native function (`ggml_custom_op_t`) that multiplies rows with an interleaved q4_0 matrix,
         or 0 if ggml's own function is to be used. Its user data is the address of a `layout.Product`. It MUST give the

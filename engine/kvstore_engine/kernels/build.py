@@ -1,7 +1,7 @@
 """Compiles the C++ kernels, once, into the user's cache directory.
 
 The module chooses sources and flags. It does not decide whether to use the result (`selection` does). The library holds
-the attention kernel once for each instruction set of the architecture and picks at run time (dispatch.cpp): a cache
+the attention kernels once for each instruction set of the architecture and picks at run time (dispatch.cpp): a cache
 directory shared by unlike machines can never serve instructions that a CPU lacks.
 """
 
@@ -25,7 +25,8 @@ def _units(machine: str) -> list[Unit]:
     if x86 := machine in ("x86_64", "AMD64"):
         builds |= {"avx2": AVX2, "avx512": AVX512}
     attention = [
-        Unit("paged_attention.cpp", (f"-DKV_ATTENTION=kv_paged_attention_{name}", *flags))
+        Unit(f"{source}.cpp", (f"-D{macro}=kv_{source}_{name}", *flags))
+        for source, macro in (("paged_attention", "KV_ATTENTION"), ("page_choice", "KV_CHOICE"))
         for name, flags in builds.items()
     ]
     product_builds = {"avx2": AVX2, "vnni": (*AVX512, "-mavx512vnni")} if x86 else {}

@@ -1,4 +1,5 @@
-// Chooses among the builds of paged_attention.cpp, q4_product.cpp and q8_product.cpp, one for each instruction set, at run time.
+// Chooses among the builds of paged_attention.cpp, page_choice.cpp, q4_product.cpp and q8_product.cpp, one for each instruction
+// set, at run time.
 //
 // This file is compiled for the plainest processor of the architecture, so that one library serves unlike machines.
 
@@ -11,9 +12,9 @@
 
 extern "C" {
 typedef void Operation(const char* destination, int thread, int threads, void* userdata);
-Operation kv_paged_attention_baseline;
+Operation kv_paged_attention_baseline, kv_page_choice_baseline;
 #if defined(KV_HAS_X86)
-Operation kv_paged_attention_avx2, kv_paged_attention_avx512;
+Operation kv_paged_attention_avx2, kv_paged_attention_avx512, kv_page_choice_avx2, kv_page_choice_avx512;
 Operation kv_q4_product_avx2, kv_q4_product_vnni, kv_q8_product_avx2, kv_q8_product_vnni;
 #endif
 }
@@ -22,7 +23,7 @@ namespace {
 
 struct Build {
     const char* name;
-    Operation* attention;
+    Operation *attention, *page_choice;
     Operation *q4_product, *q8_product;
 };
 
@@ -55,16 +56,16 @@ struct Builds {
 #if defined(KV_HAS_X86)
         const Processor has;
         if (has.avx512)
-            *next++ = {"avx512", kv_paged_attention_avx512, has.vnni ? kv_q4_product_vnni : kv_q4_product_avx2,
-                       has.vnni ? kv_q8_product_vnni : kv_q8_product_avx2};
-        if (has.avx2) *next++ = {"avx2", kv_paged_attention_avx2, kv_q4_product_avx2, kv_q8_product_avx2};
+            *next++ = {"avx512", kv_paged_attention_avx512, kv_page_choice_avx512,
+                       has.vnni ? kv_q4_product_vnni : kv_q4_product_avx2, has.vnni ? kv_q8_product_vnni : kv_q8_product_avx2};
+        if (has.avx2) *next++ = {"avx2", kv_paged_attention_avx2, kv_page_choice_avx2, kv_q4_product_avx2, kv_q8_product_avx2};
 #endif
 #if defined(__aarch64__)
-        *next++ = {"neon", kv_paged_attention_baseline, nullptr, nullptr};
+        *next++ = {"neon", kv_paged_attention_baseline, kv_page_choice_baseline, nullptr, nullptr};
 #else
-        *next++ = {"baseline", kv_paged_attention_baseline, nullptr, nullptr};
+        *next++ = {"baseline", kv_paged_attention_baseline, kv_page_choice_baseline, nullptr, nullptr};
 #endif
-        *next = {"", nullptr, nullptr, nullptr};
+        *next = {"", nullptr, nullptr, nullptr, nullptr};
     }
 };
 const Builds kUsable;
@@ -88,6 +89,11 @@ extern "C" const char* kv_build_name(int index) {
 // The attention operation of the build `name`; null if this processor cannot run it or it does not exist.
 extern "C" const void* kv_attention_of(const char* name) {
     return (const void*)build_of(name).attention;
+}
+
+// The operation that chooses pages for it, in the same build.
+extern "C" const void* kv_page_choice_of(const char* name) {
+    return (const void*)build_of(name).page_choice;
 }
 
 // The same for products with interleaved q4_0 and q8_0 matrices; null also where there is none.

@@ -17,9 +17,11 @@ from kvstore_engine.ggml.structs import DATA_OFFSET_BYTES, EXTENTS_OFFSET_BYTES,
 from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels.base import Int32Array
 from kvstore_engine.kernels.foreign import array_at
+from kvstore_engine.kernels.page_bounds import PageBounds
 
 ROWS_PER_ITEM = 48  # kRows of paged_attention.cpp: one pass of the kernel
 SPAN_TOKENS = 256  # kSpanKeys of layout.h: the least that a context is cut into
+PAGE_TOKENS = 32  # kPageKeys of layout.h: the least of a context that a row reads or leaves out
 ITEM_FIELDS = 12  # struct Item of layout.h
 _ITEMS_PER_THREAD = 4  # a tile that is more than this part of a thread's share is worth cutting
 _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
@@ -38,9 +40,9 @@ class WorkPlan(NamedTuple):
 
 def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int) -> WorkPlan:
     """Return the attention of a step divided into items for `threads` threads. `sequences` is int32 [n, 4], for each
-    sequence: its first row in the step, its number of rows, the tokens of its context including these rows, and an
-    unused number. `group` is the number of query heads for each of the `kv_heads` K/V heads. Large items are split, so
-    that no thread waits long for another.
+    sequence: its first row in the step, its number of rows, the tokens of its context including these rows, and the
+    pages that its row may read (0: all). `group` is the number of query heads for each of the `kv_heads` K/V heads.
+    Large items are split, so that no thread waits long for another.
     """
     per_tile = max(1, ROWS_PER_ITEM // group)
     tiles = [
@@ -92,12 +94,16 @@ class KernelStep(ct.Structure):
         ("items", ct.c_void_p),
         ("partials", ct.c_void_p),
         ("pending", ct.c_void_p),
+        ("sequence_count", ct.c_int64),
+        ("page_stride", ct.c_int64),
+        ("chosen", ct.c_void_p),
+        ("page_scores", ct.c_void_p),
     )
 
 
 class Layer(ct.Structure):
-    """The C structure `Layer` of layout.h: the addresses of one layer's K and V, its attention settings, and the
-    counter by which threads take items of work.
+    """The C structure `Layer` of layout.h: the addresses of one layer's K and V, its attention settings, the bounds
+    of its pages if rows may leave pages out, and the counters by which threads take items of work.
     """
 
     _fields_ = (
@@ -108,6 +114,10 @@ class Layer(ct.Structure):
         ("sink_tokens", ct.c_int64),
         ("scale", ct.c_double),
         ("softcap", ct.c_double),
+        ("bounds", ct.c_void_p),
+        ("known", ct.c_void_p),
+        ("known_stride", ct.c_int64),
+        ("next_choice", ct.c_int64),
         ("next_item", ct.c_int64),
     )
 
@@ -184,10 +194,11 @@ class StepMemory:
         max_blocks: int,
         attention: Sequence[LayerAttention] | None = None,
         own_blocks: Collection[int] = (),
+        bounds: PageBounds | None = None,
     ) -> None:
         """Allocate the arrays. `planes` has for each layer the addresses of its K and V planes, `attention` its
         settings (None: plain causal attention in all layers). `own_blocks` are the numbers of the layers that use
-        `window_tables`.
+        `window_tables`. `bounds` has a place for each layer without a window; None: rows read all pages.
         """
         self.shape = shape
         self.sequences = np.zeros((max_sequences, 4), np.int32)
@@ -203,7 +214,11 @@ class StepMemory:
             )
         )
         fields = len(Layer._fields_)
-        self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -1]
+        self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -2:]
+        self.selecting: tuple[int, ...] = ()
+        if bounds is not None:
+            self.selecting = tuple(layer for layer, kind in enumerate(kinds) if not kind.window)
+            self._add_choices(bounds, max_sequences, -(-max_blocks * shape.block_tokens // PAGE_TOKENS))
         self._planned: tuple[bytes, int] | None = None
         self._partials = np.empty(0, np.float32)
         self._pending = np.zeros(0, np.int32)
@@ -238,6 +253,18 @@ class StepMemory:
             softcap=kind.softcap,
         )
 
+    def _add_choices(self, bounds: PageBounds, max_sequences: int, max_pages: int) -> None:
+        """Allocate what the choice of pages needs, for sequences of up to `max_pages` pages."""
+        if PAGE_TOKENS % self.shape.block_tokens:
+            raise ValueError(f"pages of {PAGE_TOKENS} tokens are not whole blocks of {self.shape.block_tokens}")
+        self.chosen = np.zeros((max_sequences, self.shape.kv_heads, max_pages), np.uint8)
+        self._page_scores = np.zeros((max_sequences, self.shape.kv_heads, 2, max_pages), np.float32)
+        self.step.page_stride = max_pages
+        self.step.chosen, self.step.page_scores = self.chosen.ctypes.data, self._page_scores.ctypes.data
+        for place, index in enumerate(self.selecting):
+            layer = self.layers[index]
+            layer.bounds, layer.known, layer.known_stride = bounds.addresses(place)
+
     def layer_address(self, index: int) -> int:
         """Return the address of the record of layer number `index`, which is the data of its native attention
         function.
@@ -249,6 +276,7 @@ class StepMemory:
         before each step. A step of the same sizes as the last one reuses its items.
         """
         self._counters[:] = 0
+        self.step.sequence_count = count
         rows, context = self.sequences[:count, 1], self.sequences[:count, 2]
         key = np.stack((rows, np.where(rows == 1, -(-context // SPAN_TOKENS), context))).tobytes(), threads
         if key == self._planned:

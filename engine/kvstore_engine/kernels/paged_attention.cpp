@@ -168,26 +168,6 @@ void merge_parts(const Pass& pass, const Item& item) {
 
 // ---- items -----------------------------------------------------------------------------------------------------
 
-// The pass of `item` that begins with row `first_row`.
-Pass pass_of(const Layer* layer, const Item& item, int64_t first_row, const float* queries, float* output) {
-    const Step& step = *layer->step;
-    const int32_t* const sequence = step.sequences + 4 * item.sequence;
-    const int64_t group = step.query_heads / step.kv_heads;
-    const int64_t head = (sequence[0] + item.first_query) * step.query_heads + item.kv_head * group;
-    Pass pass{this_threads, layer, &step};
-    pass.table = step.tables + item.sequence * step.table_stride;
-    pass.kv_head = item.kv_head;
-    pass.query = queries + head * step.head_dim;
-    pass.output = output + head * step.head_dim;
-    pass.first_row = first_row;
-    pass.rows = std::min<int64_t>(kRows, item.queries * group - first_row);
-    pass.group = group;
-    pass.context_before = sequence[2] - sequence[1] + item.first_query;
-    pass.head_dim = step.head_dim;
-    pass.stride = (step.head_dim + kLanes - 1) / kLanes * kLanes;
-    return pass;
-}
-
 // The item that some thread takes next is likely ours: its first tile would have to be waited for.
 void prefetch_upcoming(const Layer* layer) {
     const Step& step = *layer->step;

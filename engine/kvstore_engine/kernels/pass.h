@@ -31,6 +31,7 @@ struct Pass {
     const Layer* layer;
     const Step* step;
     const int32_t* table;
+    const uint8_t* chosen;   // of each page: are its keys read? null: all are
     int64_t kv_head;
     const float* query;      // row r of the item: query + offset(r)
     float* output;
@@ -50,8 +51,35 @@ struct Pass {
     int64_t end() const { return position(rows - 1) + 1; }
     // Whether any row sees any key of [first, last).
     bool sees(int64_t first, int64_t last) const {
-        return first < end() && (last > window_start(0) || first < layer->sink_tokens);
+        if (first >= end() || (last <= window_start(0) && first >= layer->sink_tokens)) return false;
+        if (!chosen) return true;
+        for (int64_t page = first / kPageKeys; page * kPageKeys < std::min(last, end()); page++)
+            if (chosen[page]) return true;
+        return false;
     }
 };
+
+// The pass of `item` that begins with row `first_row`.
+inline Pass pass_of(const Layer* layer, const Item& item, int64_t first_row, const float* queries, float* output) {
+    const Step& step = *layer->step;
+    const int32_t* const sequence = step.sequences + 4 * item.sequence;
+    const int64_t group = step.query_heads / step.kv_heads;
+    const int64_t head = (sequence[0] + item.first_query) * step.query_heads + item.kv_head * group;
+    Pass pass{this_threads, layer, &step};
+    pass.table = step.tables + item.sequence * step.table_stride;
+    pass.chosen = nullptr;
+    if (layer->bounds && sequence[3])
+        pass.chosen = step.chosen + (item.sequence * step.kv_heads + item.kv_head) * step.page_stride;
+    pass.kv_head = item.kv_head;
+    pass.query = queries + head * step.head_dim;
+    pass.output = output + head * step.head_dim;
+    pass.first_row = first_row;
+    pass.rows = std::min<int64_t>(kRows, item.queries * group - first_row);
+    pass.group = group;
+    pass.context_before = sequence[2] - sequence[1] + item.first_query;
+    pass.head_dim = step.head_dim;
+    pass.stride = (step.head_dim + kLanes - 1) / kLanes * kLanes;
+    return pass;
+}
 
 }  // namespace

@@ -39,7 +39,7 @@ class NativeKernels(Kernels):
         """
         self._library = ct.CDLL(str(library), mode=ct.RTLD_LOCAL)
         self._library.kv_build_name.restype = ct.c_char_p
-        for operation in ("attention", "q4_product", "q8_product"):
+        for operation in ("attention", "page_choice", "q4_product", "q8_product"):
             getattr(self._library, f"kv_{operation}_of").restype = ct.c_void_p
         self.isas = self._usable()
         self.isa = isa or self.isas[0]
@@ -55,6 +55,10 @@ class NativeKernels(Kernels):
     @property
     def attention_address(self) -> int:
         return self._address("attention")
+
+    @property
+    def page_choice_address(self) -> int:
+        return self._address("page_choice")
 
     @property
     def q4_product_address(self) -> int:

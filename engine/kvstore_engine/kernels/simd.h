@@ -86,6 +86,8 @@ inline Eight load_eight(const float* p) { return _mm256_loadu_ps(p); }
 inline void store_eight(float* p, Eight x) { _mm256_storeu_ps(p, x); }
 inline Eight times(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
 inline Eight plus(Eight a, Eight b) { return _mm256_add_ps(a, b); }
+inline Eight lower(Eight a, Eight b) { return _mm256_min_ps(a, b); }
+inline Eight higher(Eight a, Eight b) { return _mm256_max_ps(a, b); }
 #if defined(__AVX512F__)
 inline Eight fma(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
 #endif
@@ -118,6 +120,9 @@ inline Eight load_eight(const float* p) { return {load(p), load(p + 4)}; }
 inline void store_eight(float* p, Eight x) { store(p, x.low), store(p + 4, x.high); }
 inline Eight times(Eight a, Eight b) { return {a.low * b.low, a.high * b.high}; }
 inline Eight plus(Eight a, Eight b) { return {a.low + b.low, a.high + b.high}; }
+inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+inline Eight lower(Eight a, Eight b) { return {minimum(a.low, b.low), minimum(a.high, b.high)}; }
+inline Eight higher(Eight a, Eight b) { return {maximum(a.low, b.low), maximum(a.high, b.high)}; }
 inline Eight fma(Eight a, Eight b, Eight c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 
 inline void transpose_four(Floats& a, Floats& b, Floats& c, Floats& d) {

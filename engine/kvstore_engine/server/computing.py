@@ -29,10 +29,18 @@ from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import FileWatch
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.host_memory import available_bytes
+from kvstore_engine.kernels.page_bounds import PageBounds
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.placement import copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
-from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes, window_pool_blocks
+from kvstore_engine.page_selection import PageSelection
+from kvstore_engine.pool import (
+    ENGINE_BLOCK_TOKENS,
+    kv_row_bytes,
+    selecting_layers,
+    selecting_pool,
+    window_pool_blocks,
+)
 from kvstore_engine.restore.copies import HostPoolCopies, PoolCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.server.options import EngineOptions
@@ -165,7 +173,14 @@ def open_computing(
         stack.callback(memory.close)
         free = max(0, available_bytes() - copied_bytes(watch.file))
         blocks, windows = pool_blocks(config, options, sizes.max_context, free, divided=True)
-        pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate, window_blocks=windows)
+        pool = selecting_pool(
+            config,
+            blocks,
+            _selection(options),
+            kv_dtype=options.kv_dtype,
+            memory=memory.allocate,
+            window_blocks=windows,
+        )
         patience = StepPatience(options.hung_after_s)
         worker = RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
         stack.callback(worker.close)
@@ -179,7 +194,7 @@ def _on_device(
     from kvstore_engine.torch_executor import room_for_pool
 
     blocks, _ = pool_blocks(config, options, sizes.max_context, room_for_pool(watch.file, config, device))
-    setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, options.kv_dtype)
+    setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, options.kv_dtype, selection=_selection(options))
     with (
         open_executor(watch.file, device, setup, sizes) as executor,
         contextlib.closing(HangWatch(StepPatience(options.hung_after_s))) as hang_watch,
@@ -191,6 +206,10 @@ def _on_device(
             "steps run on %s in the scheduler's process: if that ends, running answers end with it", device.name
         )
         yield Computing(computing, partial(open_copies, executor, device, parse_rate(options.store_rate)))
+
+
+def _selection(options: EngineOptions) -> PageSelection | None:
+    return PageSelection.parse(options.select_pages) if options.select_pages is not None else None
 
 
 def pool_blocks(
@@ -206,6 +225,11 @@ def pool_blocks(
         raise UsageError(str(error)) from None
     layer_bytes, windowed = 2 * ENGINE_BLOCK_TOKENS * row_bytes, len(config.windowed_layers) if divided else 0
 
+    # With --select-pages every block has bounds beside it.
+    added_bytes = 0
+    if options.select_pages is not None:
+        added_bytes = PageBounds.block_bytes(selecting_layers(config), config.kv_heads, config.head_dim)
+
     def windows(blocks: int) -> int:
         step = min(STEP_TOKENS, context)
         sequences = options.max_sequences if windowed else 0
@@ -214,7 +238,7 @@ def pool_blocks(
         )
 
     def size_bytes(blocks: int) -> int:
-        return layer_bytes * (blocks * (config.layers - windowed) + windows(blocks) * windowed)
+        return layer_bytes * (blocks * (config.layers - windowed) + windows(blocks) * windowed) + blocks * added_bytes
 
     # What one sequence of the whole context needs, in whole storage blocks.
     least = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS

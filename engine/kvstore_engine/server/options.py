@@ -29,6 +29,7 @@ class EngineOptions:
     device: a name for `DeviceName.parse`; on all devices but `cpu` the scheduler process computes itself, without a
     worker. store_rate: the limit on copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants:
     requests name tenants; without it there is one tenant, whose session with the daemon is opened at once.
+    select_pages: a text for `PageSelection.parse`.
     """
 
     model: str
@@ -47,6 +48,7 @@ class EngineOptions:
     device: str = CPU
     store_rate: str = "auto"
     accepts_lossy: bool = False
+    select_pages: str | None = None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

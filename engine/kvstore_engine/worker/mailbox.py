@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,11 @@ import numpy.typing as npt
 from kvstore_engine.graph.step import SequenceSlice, StepLimits
 
 FloatArray = npt.NDArray[np.float32]
-_OUTPUTS = ("none", "last", "all")
+_OUTPUTS: tuple[Literal["last", "all", "none"], ...] = ("none", "last", "all")
 _CODES = {name: code for code, name in enumerate(_OUTPUTS)}
 _ALIGNMENT_BYTES = 64
 _SLOTS = 2
-_FIELDS = 4  # of a slice: start, tokens, blocks, outputs
+_FIELDS = 5  # of a slice: start, tokens, blocks, outputs, pages to read
 
 
 class Mailbox:
@@ -65,17 +66,18 @@ class Mailbox:
             tables[index, :blocks] = piece.block_table[:blocks]
             if piece.window_table is not None and len(self._windows):
                 self._windows[index, :blocks] = piece.window_table[:blocks]
-            fields.append((piece.start, len(piece.tokens), blocks, _CODES[piece.outputs]))
+            fields.append((piece.start, len(piece.tokens), blocks, _CODES[piece.outputs], piece.read_pages))
         self._slices[: len(slices)] = fields
         np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
 
     def read(self, count: int) -> list[SequenceSlice]:
         """Return the `count` slices of the step that `write` put into the shared memory, as views of it."""
         slices, first = [], 0
-        for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
+        for index, (start, tokens, blocks, outputs, pages) in enumerate(self._slices[:count].tolist()):
             table = self._tables[index, :blocks]
             windows = self._windows[index, :blocks] if len(self._windows) else None
-            slices.append(SequenceSlice(self._tokens[first : first + tokens], start, table, _OUTPUTS[outputs], windows))  # type: ignore[arg-type]  # one of the three
+            kind: Literal["last", "all", "none"] = _OUTPUTS[outputs]
+            slices.append(SequenceSlice(self._tokens[first : first + tokens], start, table, kind, windows, pages))
             first += tokens
         return slices
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self
 
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
+from kvstore_engine.page_selection import PageSelection
 
 _ORDER = struct.Struct("<QII")
 _REPLY = struct.Struct("<QIIQ")
@@ -37,7 +38,10 @@ class EngineWorkerSetup:
     @classmethod
     def decode(cls, packet: bytes) -> Self:
         fields = json.loads(packet)
-        return cls(fields["model"], PoolSetup(**fields["pool"]), StepSizes(**fields["sizes"]))
+        pool = PoolSetup(**fields["pool"])
+        if selection := fields["pool"]["selection"]:
+            pool = replace(pool, selection=PageSelection(**selection))
+        return cls(fields["model"], pool, StepSizes(**fields["sizes"]))
 
 
 class Status(IntEnum):

@@ -171,7 +171,7 @@ class RemoteExecutor:
         self.limits = sizes.limits(config.vocabulary, pool)
         self.deaths = 0
         self._watch = watch
-        setup = PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype, self.limits.window_blocks)
+        setup = PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype, self.limits.window_blocks, pool.selection)
         self._setup = EngineWorkerSetup(str(watch.file.path), setup, sizes)
         self._patience = patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)

@@ -1,4 +1,4 @@
-"""Sums over stored blocks for operators: by tenant, by model, or by prefix.
+"""Sums over stored blocks for operators: by tenant, by model, by prefix, or as the tree of all prefixes.
 
 A prefix is the first `prefix_blocks` blocks of a chain. Chains with equal prefixes count together, under the key of the
 prefix's last block. Blocks before it, and chains that are shorter, count under the chain's first block. The module only
@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.block_list import BlockList
+from kvstored.admin.block_list import CLASSES, BlockList
+from kvstored.admin.prefix_tree import BLOCKS, PAYLOAD, PrefixNode, PrefixTree, follow
 from kvstored.admin.views import DaemonParts
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
@@ -24,8 +25,7 @@ from kvstored.store.blocks.listing import Selection, column_of, pin_counts, sele
 from kvstored.tier_set import holding
 
 DEFAULT_GROUPS, MAX_GROUPS = 50, 1000
-SLICE_ROWS = 100_000  # of parents followed between two turns of the loop
-GROUPINGS = ("tenant", "model", "prefix")
+GROUPINGS = ("tenant", "model", "prefix", "tree")
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -59,6 +59,8 @@ class BlockTotals:
             raise KVStoreError(ErrorKind.INVALID, f"no totals by {request.by!r}; there are {', '.join(GROUPINGS)}")
         selection = self._blocks.selection(request.of)
         limit = min(request.limit or DEFAULT_GROUPS, MAX_GROUPS)
+        if request.by == "tree":
+            return await self._tree(selection, limit)
         heads: _Heads | None = None
         if request.by == "prefix":
             heads = await _Heads.find(self._store.residency, request.prefix_blocks or 1)
@@ -69,6 +71,33 @@ class BlockTotals:
         for number, sums in largest:
             if heads is None or heads.is_current(self._store.residency, number):
                 self._describe(request.by, number, sums, reply.totals.add())
+        return reply
+
+    async def _tree(self, selection: Selection, limit: int) -> pb.BlockTotalsReply:
+        residency = self._store.residency
+        tree = PrefixTree(residency, selection)
+        await tree.find()
+        reply = pb.BlockTotalsReply(groups=tree.nodes, blocks=tree.total(BLOCKS), payload_bytes=tree.total(PAYLOAD))
+        now_ns, listed = self._store.clock.monotonic_ns(), dict[int, pb.BlockTotal]()
+        nodes = await asyncio.to_thread(lambda: list(tree.largest(limit)))
+        for node in nodes:
+            ends = (node.first_row, node.last_row)
+            if (node.above >= 0 and node.above not in listed) or not all(
+                is_current(residency, row, tree.generation) for row in ends
+            ):
+                continue  # it has gone meanwhile, with what continues it
+            total = reply.totals.add(own_blocks=node.own_blocks, branches=node.branches, residency=CLASSES[-1])
+            total.parent = listed[node.above].key if node.above >= 0 else ""
+            self._name(node.last_row, total)
+            self._fill(node, total)
+            fastest = residency.fastest(node.first_row)
+            if fastest >= 0:
+                total.residency = self._store.policies[fastest].residency_class(node.first_row, now_ns).value
+            listed[node.last_row] = total
+        for node in reversed(nodes):  # a prefix is needed as soon as what continues it
+            if node.above >= 0 and node.last_row in listed:
+                above = listed[node.above]
+                above.residency = min(above.residency, listed[node.last_row].residency, key=CLASSES.index)
         return reply
 
     async def _sum(self, by: str, selection: Selection, heads: _Heads | None) -> dict[int, _Sums]:
@@ -130,14 +159,24 @@ class BlockTotals:
         elif by == "model":
             total.fingerprint = tenants.fingerprint_label(tenants.fingerprint_digest(number))
         else:
-            kind = residency.kind(number)
-            total.key = residency.key(number).hex()
-            total.tenant = tenants.name_of_index(residency.tenants[kind.tenant].name)
-            total.fingerprint = tenants.fingerprint_label(tenants.fingerprint_digest(kind.fingerprint_id))
+            self._name(number, total)
+        total.leases = sums.leases
+        self._fill(sums, total)
+
+    def _name(self, row: int, total: pb.BlockTotal) -> str:
+        """Name the block at `row`, its tenant and model in `total`. Return its key."""
+        residency, tenants = self._store.residency, self._parts.tenants
+        kind = residency.kind(row)
+        total.key = residency.key(row).hex()
+        total.tenant = tenants.name_of_index(residency.tenants[kind.tenant].name)
+        total.fingerprint = tenants.fingerprint_label(tenants.fingerprint_digest(kind.fingerprint_id))
+        return total.key
+
+    def _fill(self, sums: _Sums | PrefixNode, total: pb.BlockTotal) -> None:
+        residency = self._store.residency
         total.blocks = sums.blocks
         total.payload_bytes = sums.payload_bytes
         total.accesses = sums.accesses
-        total.leases = sums.leases
         total.longest_blocks = sums.longest
         total.idle_s = max(0.0, (self._store.clock.monotonic_ns() - sums.last_ns) / NS_PER_S)
         for tier, name in enumerate(residency.tiers):
@@ -159,20 +198,16 @@ class _Heads:
         own = np.arange(len(heads), dtype=np.int32)
         is_head = (depth == prefix_blocks - 1) | (heads < 0)
         heads[is_head] = own[is_head]
-        changed = True
-        while changed:  # each round doubles how far a row looks up its chain
-            changed = False
-            for first in range(0, len(heads), SLICE_ROWS):
-                part = heads[first : first + SLICE_ROWS]
-                further = heads[part]
-                changed = changed or bool((further != part).any())
-                heads[first : first + SLICE_ROWS] = further
-                await asyncio.sleep(0)
+        await follow(heads)
         return cls(heads, generation)
 
     def is_current(self, residency: Residency, row: int) -> bool:
-        """Return whether the row still holds the block it held then."""
-        return bool(residency.rows.generation[row] == self._generation[row]) and residency.rows.key(row) is not None
+        return is_current(residency, row, self._generation)
+
+
+def is_current(residency: Residency, row: int, generation: npt.NDArray[np.uint32]) -> bool:
+    """Return whether `row` still holds the block it held when `generation` was copied from the index."""
+    return bool(residency.rows.generation[row] == generation[row]) and residency.rows.key(row) is not None
 
 
 def _largest(groups: dict[int, _Sums], limit: int) -> tuple[list[tuple[int, _Sums]], int, int]:

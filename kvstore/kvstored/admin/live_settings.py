@@ -58,6 +58,9 @@ class LiveTenants:
     def prepare(self, config: Config) -> None:
         """Read the file of bearer tokens that `config` names, without using it yet; `renew_tokens` does that. Raises
         ConfigError, having changed nothing."""
+        needs_key = config.encryption.needed_by(config.tenants)
+        if needs_key and self._tenants.data_keys is None:
+            raise ConfigError(f"{needs_key}: this daemon began without encryption.key_file: restart it")
         path = config.unary.tokens_file
         if self._tokens is not None and path is not None:
             self._entries = read_tokens(path, lambda name: _may_be_tenant(config, name))

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
+from kvstored.lifecycle import Cause
 from kvstored.telemetry.counters import COUNTERS
 from kvstored.telemetry.latency import Counts, cumulative_s
 
@@ -43,7 +44,8 @@ def families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield from _tiers(snapshot.tiers.tiers)
     yield from _lanes(snapshot.status.lanes)
     yield from _tenants(snapshot.tenants.tenants)
-    missed = (([cause], blocks) for cause, blocks in sorted(snapshot.misses.items()))
+    misses = dict.fromkeys((cause.name.lower() for cause in Cause), 0) | snapshot.misses  # a rate needs the zeros
+    missed = (([cause], blocks) for cause, blocks in sorted(misses.items()))
     yield _labelled(CounterMetricFamily, "missed_blocks", "blocks asked for in vain, by cause", ["cause"], missed)
     yield _requests(snapshot.latencies)
 
@@ -61,6 +63,7 @@ def _daemon(status: pb.StatusReply) -> Iterator[Metric]:
         ("limbo_bytes", "slots of evicted blocks that a client may still read", status.limbo_bytes),
         ("prefault_bytes", "DRAM that prefault has touched", status.prefault_done_bytes),
         ("orphaned_blocks_now", "blocks stored whose parent is not", status.orphaned_blocks),
+        ("warnings", "the warnings of kvctl status", len(status.warnings)),
         ("endurance_left_bytes", "what may be written to NVMe now", status.endurance.left_bytes),
         ("endurance_bytes_per_day", "the budget of writes to NVMe; 0 is no limit", status.endurance.bytes_per_day),
     ):

@@ -192,6 +192,7 @@ def shown_tenant(section: TenantSection) -> str:
         "ttl_s": str(section.ttl_s or ""),
         "priority": str(section.priority or ""),
         "remote": section.remote,
+        "encrypt": "" if section.encrypt is None else str(section.encrypt).lower(),
         "unmapped": "true" if section.unmapped else "",
         "lossy": "true" if section.lossy else "",
         "put_in_place": "" if section.put_in_place is None else str(section.put_in_place).lower(),

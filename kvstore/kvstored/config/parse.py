@@ -13,8 +13,10 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.terms import PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S
@@ -33,7 +35,15 @@ from kvstored.config.documents import (
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
 from kvstored.config.recognition import RECOGNITION_KEYS, check_recognition, recognition
-from kvstored.config.schema import Config, ConfiguredSetting, PrefetchSection, TenantSection, TierShare, UnarySection
+from kvstored.config.schema import (
+    Config,
+    ConfiguredSetting,
+    PrefetchSection,
+    TenantSection,
+    TierShare,
+    TracesSection,
+    UnarySection,
+)
 from kvstored.config.section_fields import section_of, size
 from kvstored.config.tiers import KINDS, MachineSizes
 from kvstored.config.tiers.remote import MODES
@@ -44,11 +54,12 @@ MAX_BLOCK_BYTES = 2 << 30  # the residency index keeps a slot's size in 32 bits
 MAX_INDEX_SLOTS = 100_000_000  # 1 GiB of buckets
 MIN_UNARY_MESSAGE_BYTES, MAX_UNARY_MESSAGE_BYTES = 64 << 10, 1 << 30
 HORIZON_MAX_S = 86_400
+MAX_WAITING_SPANS = 1_000_000
 DURABILITY_MODES = ("none", "batch", "always")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
-    "name", "uids", "gids", "durability", "put_in_place", "remote", "unmapped", "ttl_s", "priority", "lossy",
+    "name", "uids", "gids", "durability", "put_in_place", "remote", "unmapped", "ttl_s", "priority", "lossy", "encrypt",
     *RECOGNITION_KEYS,
 }  # fmt: skip
 ORDERED_KEYS = ("ttl_s", "priority")  # of a tenant, beside its shares, that an operator may set while the daemon runs
@@ -126,6 +137,16 @@ def _check_unary(unary: UnarySection) -> None:
     )
 
 
+def _check_traces(traces: TracesSection) -> None:
+    parts = urlsplit(traces.endpoint)
+    need(
+        not traces.endpoint or (parts.scheme in ("http", "https") and bool(parts.hostname)),
+        f'traces.endpoint {traces.endpoint!r} is no URL of a collector: write "http://127.0.0.1:4318", for instance',
+    )
+    need_within("traces.sample", traces.sample, 0, 1)
+    need_within("traces.queue", traces.queue, 1, MAX_WAITING_SPANS)
+
+
 def _check_prefetch(prefetch: PrefetchSection) -> None:
     one_of("prefetch.predictor", prefetch.predictor, tuple(PREDICTORS))
     need(
@@ -141,11 +162,30 @@ def _check_prefetch(prefetch: PrefetchSection) -> None:
         need_within(f"prefetch.{name}", getattr(prefetch, name), 0, 1)
 
 
+def _check_encryption(config: Config) -> None:
+    encryption = config.encryption
+    needed_by = encryption.needed_by(config.tenants)
+    need(
+        not needed_by or encryption.key_file is not None,
+        f"{needed_by} = true needs a master key: head -c 32 /dev/urandom | base64 > FILE, chmod 600 FILE, and set "
+        "encryption.key_file to it",
+    )
+    need(
+        encryption.key_file is not None or encryption.former_key_file is None,
+        "encryption.former_key_file does nothing without encryption.key_file",
+    )
+    need(
+        encryption.key_file is None or find_spec("cryptography") is not None,
+        "encryption.key_file needs more packages: pip install '.[encryption]' in the clone",
+    )
+
+
 def _check(config: Config) -> None:
     _check_unary(config.unary)
     if config.metrics.listen:
         address_of("metrics.listen", config.metrics.listen, "127.0.0.1:9464")
     need(config.metrics.connections > 0, "metrics.connections must be more than 0")
+    _check_traces(config.traces)
     check_events(config.events)
     limits = config.limits
     one_of("daemon.log_level", config.daemon.log_level, LOG_LEVELS)
@@ -174,6 +214,7 @@ def _check(config: Config) -> None:
         need(getattr(config.movement, name) > 0, f"movement.{name} must be more than 0")
     need(config.movement.prefetch_quiet_ms >= 0, "movement.prefetch_quiet_ms must not be negative")
     _check_prefetch(config.prefetch)
+    _check_encryption(config)
     need_within("index.slots", config.index.slots, 0, MAX_INDEX_SLOTS)
     for name, value in (("batch_ms", config.durability.batch_ms), ("batch_blocks", config.durability.batch_blocks)):
         need(value > 0, f"durability.{name} must be more than 0")
@@ -300,6 +341,7 @@ def tenant_sections(raw: Any, config: Config, ordered: Container[str] = ()) -> t
                 _number(entry, "ttl_s", 0, TTL_MAX_S),
                 _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
                 bool(_flag(entry, "lossy")),
+                encrypt=_flag(entry, "encrypt"),
                 **recognition(entry),
             )
         except (ValueError, TypeError) as error:

@@ -11,7 +11,6 @@ from kvstore_proto.state_identity import SECRET_BYTES
 from kvstored.config.mistakes import ConfigError, need
 
 MAX_FILE_BYTES = 1 << 20
-_SETTING = "cluster.secret_file"
 
 
 def read_private(setting: str, path: Path) -> bytes:
@@ -48,15 +47,15 @@ def _require_private(setting: str, path: Path, status: os.stat_result) -> None:
     )
 
 
-def read_cluster_secret(path: Path | None) -> bytes | None:
-    """Return the secret that the nodes of a cluster share: 32 bytes derived from the content of the file `path`,
-    without surrounding white space. Return None if `path` is None. Raises ConfigError."""
+def read_secret(setting: str, path: Path | None, purpose: bytes) -> bytes | None:
+    """Return 32 bytes derived for `purpose` from the content of the file `path`, without surrounding white space, which
+    the setting `setting` names. Return None if `path` is None. Raises ConfigError."""
     if path is None:
         return None
-    content = read_private(_SETTING, path).strip()
+    content = read_private(setting, path).strip()
     need(
         len(content) >= SECRET_BYTES,
-        f"{_SETTING}: {path} has {len(content)} bytes, at least {SECRET_BYTES} are needed: "
+        f"{setting}: {path} has {len(content)} bytes, at least {SECRET_BYTES} are needed: "
         f"head -c 32 /dev/urandom | base64 > {path}",
     )
-    return hashlib.blake2b(content, digest_size=SECRET_BYTES, person=b"kvstore cluster").digest()
+    return hashlib.blake2b(content, digest_size=SECRET_BYTES, person=purpose).digest()

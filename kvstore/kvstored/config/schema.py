@@ -111,6 +111,16 @@ class MetricsSection:
 
 
 @dataclass(frozen=True)
+class TracesSection:
+    """The section `[traces]` of the configuration. `endpoint` is the URL of an OTLP collector, "" for none; `sample`
+    the share of requests without a trace of their own that begin one; `queue` how many spans may wait."""
+
+    endpoint: str
+    sample: float
+    queue: int
+
+
+@dataclass(frozen=True)
 class EventsSection:
     """The section `[events]` of the configuration. `listen` and `replay` are ZMQ addresses, "" for none. `tenant` is
     the one tenant whose blocks are published, "" for all.
@@ -159,6 +169,23 @@ class ClusterSection:
 
 
 @dataclass(frozen=True)
+class EncryptionSection:
+    """The section `[encryption]` of the configuration. `key_file` has the master key, under which the tenants' keys
+    are kept, `former_key_file` the one before. `default` says whether blocks at rest are encrypted for a tenant that
+    does not say."""
+
+    key_file: Path | None
+    former_key_file: Path | None
+    default: bool
+
+    def needed_by(self, tenants: tuple[TenantSection, ...]) -> str:
+        """Return the setting that needs a master key, "" if none does."""
+        if self.default:
+            return "encryption.default"
+        return next((f"tenant {tenant.name}: encrypt" for tenant in tenants if tenant.encrypt), "")
+
+
+@dataclass(frozen=True)
 class TierShare:
     """A tenant's share of one tier: `min_bytes` are guaranteed, more than `max_bytes` are not allowed (0: no limit),
     and the rest is divided by `weight` (0: not said, and the policy decides alone unless another tenant says one)."""
@@ -188,6 +215,7 @@ class TenantSection:
     ttl_s: int = 0  # of new blocks, unless their put says otherwise; 0: they do not expire
     priority: int = 0  # likewise
     lossy: bool = False  # whether clients that accept lossy copies may put and get them
+    encrypt: bool | None = None  # its blocks at rest; None: as [encryption] says
     cgroups: tuple[str, ...] = ()  # callers in or below one of these are this tenant
     socket: bool = False  # whether it has a handshake socket of its own, whose callers are this tenant
     certificates: tuple[str, ...] = ()  # names of a client certificate that are this tenant over TCP: "dns:a.example"
@@ -236,8 +264,10 @@ class Config:
     index: IndexSection
     unary: UnarySection
     metrics: MetricsSection
+    traces: TracesSection
     events: EventsSection
     cluster: ClusterSection
+    encryption: EncryptionSection
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str

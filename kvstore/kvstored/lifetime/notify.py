@@ -1,5 +1,5 @@
-"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. Without
-systemd, nothing happens.
+"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart; and what it
+passes to this process, kept memory and a listening socket. Without systemd, nothing happens.
 
 The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors if there are some, and
 $LISTEN_FDS at the start (sd_listen_fds(3)); a library for it would be longer than this.
@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from kvstore_tiers.child_processes import send_packet
 
@@ -63,11 +66,36 @@ def wait_for_manager() -> None:
 
 
 def stored_descriptors() -> dict[str, int]:
-    """Return the descriptors that systemd kept for this process, by name. They belong to this process from now on. Call
-    it once, since it removes the variables that name them.
+    """Return the descriptors that systemd kept for this process, by name. They belong to this process from now on. A
+    second call returns none.
 
     systemd stores a second descriptor under a name beside the first, and hands out the newest one first.
     """
+    passed = _passed_descriptors()
+    return {name: passed.pop(name) for name, is_socket in _sockets_among(passed).items() if not is_socket}
+
+
+def listening_socket(path: Path) -> socket.socket | None:
+    """Return the socket that systemd listens on at `path` for this process (a .socket unit), or None if there is none.
+    It belongs to this process from now on."""
+    passed = _passed_descriptors()
+    for name in [name for name, is_socket in _sockets_among(passed).items() if is_socket]:
+        listener = socket.socket(fileno=passed[name])
+        if listener.getsockname() == str(path) and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            del passed[name]
+            return listener
+        listener.detach()
+    return None
+
+
+def _sockets_among(passed: dict[str, int]) -> dict[str, bool]:
+    return {name: stat.S_ISSOCK(os.fstat(descriptor).st_mode) for name, descriptor in passed.items()}
+
+
+@cache
+def _passed_descriptors() -> dict[str, int]:
+    """Return the descriptors with which systemd started this process, by name, and remove the variables that name
+    them. A caller that takes one removes it."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdigit():

@@ -68,6 +68,11 @@ def _rename(request: Any, reply: Any) -> str:
     return f"tenants rename {request.old} {request.new}: {human_blocks(reply.blocks, reply.bytes)}{lost}"
 
 
+def _drop_tenant(request: Any, reply: Any) -> str:
+    key = "key destroyed" if reply.key_destroyed else "it had no key"
+    return f"tenants drop {request.name}: {human_blocks(reply.blocks, reply.bytes)}, {reply.kept_blocks} kept, {key}"
+
+
 def _reload(request: Any, reply: Any) -> str:
     return f"reload: {', '.join(each.name for each in reply.applied) or 'nothing'} changed"
 
@@ -92,6 +97,7 @@ AUDITED: dict[str, Callable[[Any, Any], str]] = {
     "Flush": lambda request, reply: f"flush: {reply.written_blocks} blocks written",
     "ReleaseQuarantine": lambda request, reply: "quarantine release",
     "RenameTenant": _rename,
+    "DropTenant": _drop_tenant,
     "Reload": _reload,
     "SetTenant": lambda request, reply: f"tenants {'reset' if request.reset else 'set'}: {reply.tenant}",
     "Keep": _keep,

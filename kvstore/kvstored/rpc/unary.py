@@ -23,6 +23,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.trace import HEADER, from_header
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
 from kvstored.admin.lifetime import DaemonState, Phase
@@ -39,6 +40,7 @@ from kvstored.rpc.grpc_socket import add_unix_port, connection_options
 from kvstored.rpc.health import HealthService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
+from kvstored.telemetry.spans import CURRENT
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
@@ -137,6 +139,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             tenant = self._callers.tenant_of_call(context)
             if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
+            if self._calls.is_traced:
+                said = dict(context.invocation_metadata() or ()).get(HEADER, "")
+                CURRENT.set(from_header(said) if isinstance(said, str) else None)
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call, kind))
             self._under_way.add(work)

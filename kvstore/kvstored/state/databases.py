@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 FORMAT = 1  # of the environment; one of another is set aside
-FORMAT_KEY, WRITER_KEY = b"format", b"writer"
+FORMAT_KEY, WRITER_KEY, KEY_KEY = b"format", b"writer", b"key"
 SLOT = struct.Struct(">IQIQ")  # the place of a slot as a key: container, offset, bytes, generation
 
 
@@ -19,7 +19,7 @@ class Database(NamedTuple):
     """The description of one database of the daemon's saved state. `lost` says what is lost when a crash takes the last
     changes, or damage takes all. If `is_kept` is true, only the file has the entries, so a rewrite copies them; the
     daemon has all entries of the other databases and writes them again. If `checks_itself` is true, each row has a
-    checksum of its own."""
+    checksum of its own. If `names_blocks` is true, a block's key is at the end of an entry's key."""
 
     name: str
     holds: str
@@ -28,6 +28,7 @@ class Database(NamedTuple):
     lost: str
     is_kept: bool = False
     checks_itself: bool = False
+    names_blocks: bool = False
 
 
 EVERY = "every 5 s where it changed"
@@ -52,6 +53,7 @@ DATABASES = (
     Database(
         "removed", "blocks that were deleted since the last rewrite: a killed daemon's successor forgets them again",
         "hash of the tenant and key of the block → nothing", "right after a deletion", "`learned` may name them",
+        names_blocks=True,
     ),
     Database(
         "names", "names of tenants that have blocks, and of fingerprints, for people",
@@ -70,7 +72,7 @@ DATABASES = (
         "pins", "pins, and what touches and later puts changed of expiry and priority",
         "tenant and key of the block → expiry, priority, owners of pins",
         "every 5 s, and before a put that needs it is durable; synced", "pins; expiry and priority are the first put's",
-        is_kept=True,
+        is_kept=True, names_blocks=True,
     ),
     Database("objects", "named objects; none is listed yet", "", "", "", is_kept=True),
     Database(

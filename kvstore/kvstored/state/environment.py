@@ -11,30 +11,27 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
-import xxhash
 
-from kvstored.state.databases import BY_NAME, DATABASES, FORMAT, FORMAT_KEY, WRITER_KEY
+from kvstored.state.databases import DATABASES, FORMAT, FORMAT_KEY, KEY_KEY, WRITER_KEY
+from kvstored.state.pages import Unusable, require_whole
+from kvstored.state.seals import CHECKSUMS, Encryption, Seals
 
 PREFIX, SUFFIX, LOCK, NEW, ASIDE = "state-", ".mdb", "-lock", ".new", "state.aside"
 FIRST_MAP_BYTES, MAX_MAP_BYTES = 1 << 30, 1 << 36
-CHECK_BYTES = 8
 CHECKS = 5  # of a file that may be written meanwhile
 Entry = tuple[bytes, bytes]
+Keys = Mapping[str, bytes]  # by number, in hexadecimal; the newest last
+NO_KEYS: Keys = {}
 Opened = dict[str, Any]  # LMDB's handles, by the names of databases
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 _LOCK_BYTES = 8192  # as many as `max_readers` need: LMDB maps them, and a page without room would end the process
-
-
-class Unusable(Exception):
-    """Raised when the file cannot be used; the message says why."""
 
 
 def number_of(path: Path) -> int:
@@ -52,52 +49,6 @@ def newest(directory: Path) -> Path | None:
 
 def path_of(directory: Path, number: int) -> Path:
     return directory / f"{PREFIX}{number:06d}{SUFFIX}"
-
-
-def sealed(database: str, key: bytes, value: bytes) -> bytes:
-    """Return `value` with a checksum at the end, for the entry `key` of `database`; unchanged for a database that
-    checks itself."""
-    if BY_NAME[database].checks_itself:
-        return value
-    return value + _check(database, key, value)
-
-
-def unsealed(database: str, key: bytes, stored: bytes) -> bytes | None:
-    """Return the value in `stored` without its checksum, or None when the checksum is wrong."""
-    if BY_NAME[database].checks_itself:
-        return stored
-    value, check = stored[:-CHECK_BYTES], stored[-CHECK_BYTES:]
-    return value if check == _check(database, key, value) else None
-
-
-def _check(database: str, key: bytes, value: bytes) -> bytes:
-    whole = xxhash.xxh3_64(database.encode())
-    for part in (len(key).to_bytes(2, "little"), key, value):
-        whole.update(part)
-    digest: bytes = whole.digest()
-    return digest
-
-
-def require_whole(path: Path) -> None:
-    """Check all pages of the file `path` without LMDB. Raises Unusable for a file on which LMDB might end the process,
-    OSError when it cannot be read."""
-    from lmdb.verify import VerifyError, verify
-
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise Unusable("it is not a regular file")
-    try:
-        problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
-    except VerifyError as error:
-        problems = [str(error)]
-    except PermissionError:
-        raise Unusable(f"it belongs to uid {status.st_uid}, and this user cannot read it") from None
-    except OSError:
-        raise
-    except Exception as error:  # a walk over bytes that mean nothing raises nearly any
-        problems = [f"{type(error).__name__}: {error}"]
-    if problems:
-        raise Unusable(f"damaged: {problems[0]}")
 
 
 def _make_room(lock: Path) -> None:
@@ -119,12 +70,16 @@ def as_os_error(error: lmdb.Error, path: Path) -> OSError:
 
 
 class Environment:
-    """An open LMDB environment with the databases of small state. Its constructor raises Unusable and OSError."""
+    """An open LMDB environment with the databases of small state. Its constructor raises Unusable and OSError. `seals`
+    is None when the entries are encrypted with none of `keys`."""
 
-    def __init__(self, path: Path, *, create: bool = False, readonly: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, create: bool = False, readonly: bool = False, shared: bool = False, keys: Keys = NO_KEYS
+    ) -> None:
         """Open the file. `readonly`: the medium cannot be written, and no other process has the file open. `shared`:
         another process has the file open and writes to it; this process only reads."""
-        self.path = path
+        self.path, self.keys = path, keys
+        self.seals: Seals | None = CHECKSUMS
         self.is_readonly = readonly or shared
         nbytes = path.stat().st_size if path.exists() else 0
         self.map_bytes = max(FIRST_MAP_BYTES, 2 ** (2 * nbytes).bit_length())
@@ -138,6 +93,7 @@ class Environment:
                 lock=not readonly, mode=0o600,
             )  # fmt: skip
             self._databases = self._open_databases(create)
+            self.unlock()
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
             raise Unusable(f"damaged: {error}") from None
         except lmdb.Error as error:
@@ -154,16 +110,32 @@ class Environment:
                 continue
         return opened
 
+    def unlock(self) -> None:
+        """Choose the seals of the entries, as the database `about` says."""
+        self.key = (dict(self.read("about")).get(KEY_KEY) or b"").decode(errors="replace")
+        if self.key:
+            self.seals = Encryption(self.keys[self.key]) if self.key in self.keys else None
+
+    def seals_of(self, name: str) -> Seals:
+        """Return the seals of the database `name`. Raises Unusable when it is encrypted and there is no key."""
+        seals = CHECKSUMS if name == "about" else self.seals
+        if seals is None:
+            raise Unusable("its entries are encrypted; a daemon with the key shows them: kvctl state show")
+        return seals
+
     def read(self, name: str, first: bytes = b"") -> Iterator[tuple[bytes, bytes | None]]:
-        """Yield the entries of the database `name` in the order of their keys, from the key `first` on. A value is None
-        where its checksum is wrong."""
+        """Yield the entries of the database `name` in the order of their keys in the file, from the key `first` on. A
+        value is None where it is damaged. Raises Unusable."""
         if name not in self._databases:
             return
+        seals = self.seals_of(name)
+        first = seals.name(name, first)
         with self._lmdb.begin(db=self._databases[name]) as reading, reading.cursor() as cursor:
             if not (cursor.set_range(first) if first else cursor.first()):
                 return
-            for key, value in cursor:
-                yield key, unsealed(name, key, value)
+            for stored_key, value in cursor:
+                key = seals.named(name, stored_key)
+                yield key, seals.unsealed(name, key, value)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the number of entries and the bytes of each database, by name."""
@@ -215,12 +187,16 @@ class Writing:
         """Store `entries` in the database `name`; a value of None removes the entry. Only entries that differ from the
         stored ones are written. Return their bytes."""
         database, changed_bytes = self._databases[name], 0
+        seals = self._environment.seals_of(name)
         try:
             for key, value in entries:
+                place = seals.name(name, key)
                 if value is None:
-                    self._writing.delete(key, db=database)
-                elif self._writing.get(key, db=database) != (stored := sealed(name, key, value)):
-                    self._writing.put(key, stored, db=database)
+                    self._writing.delete(place, db=database)
+                    continue
+                former = self._writing.get(place, db=database)
+                if former is None or seals.unsealed(name, key, former) != value:
+                    self._writing.put(place, stored := seals.sealed(name, key, value), db=database)
                     changed_bytes += len(key) + len(stored)
         except lmdb.Error as error:
             raise self._failed(error) from None
@@ -228,6 +204,8 @@ class Writing:
 
     def keep_only(self, name: str, keys: set[bytes]) -> None:
         """Remove every entry of the database `name` whose key is not in `keys`."""
+        seals = self._environment.seals_of(name)
+        keys = {seals.name(name, key) for key in keys}
         try:
             with self._writing.cursor(db=self._databases[name]) as cursor:
                 more = cursor.first()
@@ -268,21 +246,21 @@ class OpenedEnvironment(NamedTuple):
     was_aside: str = ""
 
 
-def open_environment(directory: Path, version: str, distrusted: str = "") -> OpenedEnvironment:
-    """Open the newest state file in `directory`, or make a new one. `version` is the version of this program.
-    `distrusted` is a reason to set the present file aside unread, or "". Raises OSError."""
+def open_environment(directory: Path, version: str, distrusted: str = "", keys: Keys = NO_KEYS) -> OpenedEnvironment:
+    """Open the newest state file in `directory`, or make a new one, encrypted with the last of `keys`. `version` is the
+    version of this program. `distrusted` is a reason to set the present file aside unread, or "". Raises OSError."""
     path = newest(directory)
     for leftover in directory.glob(f"{PREFIX}*{SUFFIX}{NEW}*"):
         with suppress(OSError):
             leftover.unlink()
     if path is None:
-        return OpenedEnvironment(make(directory, 1, version), True)
+        return OpenedEnvironment(make(directory, 1, version, keys), True)
     _remove_older(directory, path)
     try:
         if distrusted:
             raise Unusable(distrusted)
         require_whole(path)
-        return OpenedEnvironment(_opened(path), False)
+        return OpenedEnvironment(_opened(path, keys), False)
     except Unusable as why:
         with suppress(FileNotFoundError):
             path.with_name(path.name + LOCK).unlink()
@@ -291,7 +269,7 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Ope
             aside.unlink()  # a directory cannot take the place of a file
         path.replace(aside)
         try:
-            return OpenedEnvironment(make(directory, number_of(path) + 1, version), True, str(why))
+            return OpenedEnvironment(make(directory, number_of(path) + 1, version, keys), True, str(why))
         except OSError:  # on a full disk: it is named when there is room
             aside.replace(path)
             raise
@@ -318,36 +296,40 @@ def open_shared(directory: Path) -> Environment:
 def reopened(environment: Environment) -> Environment:
     """Close `environment` and return it opened again, for writing if the medium can be written now."""
     environment.close()
-    return _opened(environment.path)
+    return _opened(environment.path, environment.keys)
 
 
-def _opened(path: Path, *, shared: bool = False) -> Environment:
+def _opened(path: Path, keys: Keys = NO_KEYS, *, shared: bool = False) -> Environment:
     try:
-        environment = Environment(path, shared=shared)
+        environment = Environment(path, shared=shared, keys=keys)
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
-        environment = Environment(path, readonly=True)
+        environment = Environment(path, readonly=True, keys=keys)
     about = dict(environment.read("about"))
     if about.get(FORMAT_KEY) != str(FORMAT).encode():
         environment.close()
         writer, written = (about.get(key) or b"?" for key in (WRITER_KEY, FORMAT_KEY))
         raise Unusable(f"written by {writer.decode(errors='replace')} in format {written.decode(errors='replace')}")
+    if environment.seals is None and not shared:
+        environment.close()
+        raise Unusable("encrypted with a key that is not here")
     return environment
 
 
-def make(directory: Path, number: int, version: str) -> Environment:
+def make(directory: Path, number: int, version: str, keys: Keys = NO_KEYS) -> Environment:
     """Make an empty state file with this number, which gets its name when it is complete, and return it opened. Raises
     OSError."""
     final = path_of(directory, number)
-    environment = _begin(final, version)
+    environment = _begin(final, version, keys)
     environment.close()
-    return finish(final)
+    return finish(final, keys)
 
 
-def begin_rewrite(former: Environment, version: str) -> Environment:
-    """Return a new, empty environment, which replaces `former` once `finish_rewrite` is called. Raises OSError."""
-    return _begin(path_of(former.path.parent, number_of(former.path) + 1), version)
+def begin_rewrite(former: Environment, version: str, keys: Keys = NO_KEYS) -> Environment:
+    """Return a new, empty environment, which replaces `former` once `finish_rewrite` is called. It is encrypted with
+    the last of `keys`. Raises OSError."""
+    return _begin(path_of(former.path.parent, number_of(former.path) + 1), version, keys)
 
 
 def finish_rewrite(former: Environment, new: Environment) -> Environment:
@@ -356,7 +338,7 @@ def finish_rewrite(former: Environment, new: Environment) -> Environment:
     path = new.path.with_name(new.path.name.removesuffix(NEW))
     new.sync()
     new.close()
-    opened = finish(path)
+    opened = finish(path, new.keys)
     former.close()
     _remove_older(path.parent, path)
     with suppress(OSError):
@@ -364,19 +346,22 @@ def finish_rewrite(former: Environment, new: Environment) -> Environment:
     return opened
 
 
-def _begin(final: Path, version: str) -> Environment:
+def _begin(final: Path, version: str, keys: Keys) -> Environment:
     temporary = final.with_name(final.name + NEW)
     for leftover in (temporary, temporary.with_name(temporary.name + LOCK)):
         with suppress(FileNotFoundError):
             leftover.unlink()
-    environment = Environment(temporary, create=True)
+    environment = Environment(temporary, create=True, keys=keys)
     writing = environment.begin()
     writing.put("about", [(FORMAT_KEY, str(FORMAT).encode()), (WRITER_KEY, version.encode())])
+    if keys:
+        writing.put("about", [(KEY_KEY, list(keys)[-1].encode())])
     writing.commit(durable=True)
+    environment.unlock()
     return environment
 
 
-def finish(path: Path) -> Environment:
+def finish(path: Path, keys: Keys = NO_KEYS) -> Environment:
     """Give the new, complete file the name `path`, and return it opened. Raises OSError."""
     temporary = path.with_name(path.name + NEW)
     with suppress(FileNotFoundError):
@@ -388,7 +373,7 @@ def finish(path: Path) -> Environment:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Environment(path)
+    return Environment(path, keys=keys)
 
 
 def _remove_older(directory: Path, path: Path) -> None:

@@ -28,7 +28,7 @@ class Verb(IntEnum):
     OPEN = 1
     PUT = 2  # database and entries
     KEEP = 3  # database and the keys that stay in it, with empty values
-    REWRITE = 4
+    REWRITE = 4  # with the key of the new file, if it is to be encrypted
     COMMIT = 5
     ABORT = 6
     READ = 7

@@ -19,7 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore_tiers import failpoints
 from kvstore_tiers.child_processes import variables_of_children
@@ -45,6 +45,18 @@ _UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REMOVE, Verb.REWRITE)
 ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is given up
 
 
+class StateKeys(Protocol):
+    """The keys that encrypt files of small state, by their numbers of 8 bytes, the newest last."""
+
+    def state_keys(self) -> dict[bytes, bytes]: ...
+
+    def new_state_key(self) -> bytes:
+        """Make one more key and return its number. Raises OSError."""
+
+    def keep_state_key(self, number: bytes) -> None:
+        """Destroy all keys but the one with this `number`. Raises OSError."""
+
+
 class Interrupted(Exception):
     """An error: a transaction was ended to let an urgent one run, and nothing of it was committed."""
 
@@ -53,7 +65,7 @@ class StateProcess:
     """The daemon's connection to the process that has the state file open. `directory` is the state directory. The
     functions in `listeners` are called with `was_aside` when the file is new and empty, so that all state is saved
     again. `has_aside`: a file that was set aside is still there. `wrong_values` counts values with a wrong checksum,
-    which are not used.
+    which are not used. `keys` has the keys that encrypt the file, `key` the number of the one that does.
     """
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
@@ -73,6 +85,8 @@ class StateProcess:
         self.path = directory / "state.mdb"  # until it is known
         self.is_new = False
         self.was_aside = ""
+        self.keys: StateKeys | None = None
+        self.key = ""  # that the file is encrypted with
         self.has_aside = False
         self.wrong_values = 0
 
@@ -140,9 +154,10 @@ class StateProcess:
         async with self._asked(is_urgent=is_urgent):
             if yields and self._urgent:
                 raise Interrupted
-            change = Transaction(self._send_all)
+            change, new_key = Transaction(self._send_all), None
             if rewrite:
-                self._send(packed_json(Verb.REWRITE))
+                new_key = await asyncio.to_thread(self.keys.new_state_key) if self.keys is not None else None
+                self._send(packed_json(Verb.REWRITE, keys=self._hex_keys(new_key)))
             try:
                 async with asyncio.timeout(None) as limit:
                     self._yielding = limit if yields else None
@@ -161,6 +176,14 @@ class StateProcess:
             self._send(packed_json(Verb.COMMIT, durable=durable))
             answer = self._judged(await self._answer())
             change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])
+            if new_key is not None and self.keys is not None:
+                self.key = new_key.hex()
+                await asyncio.to_thread(self.keys.keep_state_key, new_key)
+
+    @property
+    def owes_rewrite(self) -> bool:
+        """True when the file is not encrypted and should be, or the other way round."""
+        return bool(self.key) != (self.keys is not None)
 
     async def close(self) -> None:
         """End the process. It commits what it was given before. A second call does nothing."""
@@ -206,6 +229,8 @@ class StateProcess:
         failpoints.hit("state.open")
         if self._process is None:
             self.start()
+        if self.keys is not None and not self.keys.state_keys():
+            await asyncio.to_thread(self.keys.new_state_key)
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
             self._send(
@@ -215,6 +240,7 @@ class StateProcess:
                     version=self._version,
                     distrusted=self._distrusted,
                     shared=self._is_shared,
+                    keys=self._hex_keys(),
                 )
             )
             answer = await self._answer()
@@ -231,6 +257,7 @@ class StateProcess:
         self.path = Path(answer["path"])
         self.is_new, self.was_aside = answer["is_new"], answer["was_aside"]
         self.has_aside = answer.get("has_aside", False)
+        self.key = answer.get("key", "")
         if self.was_aside:
             log.warning(
                 "%s is set aside as state.aside until blocks are deleted, and begins anew (%s): how blocks were used, "
@@ -239,6 +266,10 @@ class StateProcess:
         if self.is_new:
             for listener in self.listeners:
                 listener(self.was_aside)
+
+    def _hex_keys(self, only: bytes | None = None) -> dict[str, str]:
+        held = self.keys.state_keys() if self.keys is not None else {}
+        return {number.hex(): secret.hex() for number, secret in held.items() if only in (None, number)}
 
     def _send(self, message: bytes) -> None:
         assert self._writer is not None

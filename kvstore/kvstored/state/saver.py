@@ -37,6 +37,7 @@ from kvstored.unsaved import RETRY_S, Unsaved
 log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 REWRITE_S = 20.0  # from one rewrite to the next, while blocks are deleted
+ASKED_S = 0.1
 REST = 50  # times as long as collecting took, at least, until the next: 2 % of a core at most
 _READ = ("about", "names", "endurance", "scrub", "quarantine", "learned", "removed")
 COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
@@ -108,6 +109,8 @@ class StateSaver:
         self._unsaved.saved(process.path)
         if not process.is_new and dict(read["about"]).get(ENDED) != IN_ORDER:
             self._rewritten = -1  # who was killed may have owed one
+        if process.owes_rewrite:
+            self._rewritten = -1
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
         for _ in store.boundaries.learn():
@@ -196,6 +199,12 @@ class StateSaver:
         `is_last` is true."""
         is_due = is_last or self._store.clock.monotonic_ns() - self._rewritten_ns >= REWRITE_S * NS_PER_S
         return is_due and self._store.residency.deletions != self._rewritten
+
+    async def rewrite(self) -> None:
+        """Have the state written anew soon, and wait for it: no trace of what was deleted before this call is left."""
+        deletions, self._rewritten_ns = self._store.residency.deletions, -round(REWRITE_S * NS_PER_S)
+        while self._rewritten < deletions:
+            await asyncio.sleep(ASKED_S)
 
     async def save(self, *, is_last: bool = False) -> None:
         """Save those parts of the state that have changed. With `is_last`, the daemon is stopping: save all of them,

@@ -37,7 +37,6 @@ try:
         ASIDE,
         NEW,
         Environment,
-        Unusable,
         Writing,
         begin_rewrite,
         finish_rewrite,
@@ -45,6 +44,7 @@ try:
         open_shared,
         reopened,
     )
+    from kvstored.state.pages import Unusable
 except ImportError:
     sys.exit(NO_LMDB)
 
@@ -99,7 +99,7 @@ class StateWorker:
             self._environment = open_shared(self._directory)
             self._answer(packed_json(Verb.ANSWER, path=str(self._environment.path), is_new=False, was_aside=""))
             return
-        found = open_environment(self._directory, self._version, fields["distrusted"])
+        found = open_environment(self._directory, self._version, fields["distrusted"], _keys_in(fields))
         self._environment = found.environment
         self._answer(
             packed_json(
@@ -109,6 +109,7 @@ class StateWorker:
                 was_aside=found.was_aside,
                 has_aside=os.path.lexists(self._directory / ASIDE),
                 readonly=found.environment.is_readonly,
+                key=found.environment.key,
             )
         )
 
@@ -125,7 +126,7 @@ class StateWorker:
                 self._environment = reopened(self._opened)
             if verb == Verb.REWRITE:
                 self._opened.begin().abort()  # says why, where nothing can be written
-                self._new = begin_rewrite(self._opened, self._version)
+                self._new = begin_rewrite(self._opened, self._version, _keys_in(fields_of(body)))
                 self._writing = self._new.begin()
                 self._copy_kept(self._writing)
                 return
@@ -236,6 +237,10 @@ class StateWorker:
                 databases=environment.sizes(),
             )
         )
+
+
+def _keys_in(fields: dict[str, Any]) -> dict[str, bytes]:
+    return {number: bytes.fromhex(secret) for number, secret in fields["keys"].items()}
 
 
 def _written_bytes() -> int:

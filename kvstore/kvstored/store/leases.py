@@ -68,7 +68,7 @@ class LeaseTable:
         self._expired_limit = expired_limit
         self._counted: Counter[int] = Counter()  # by session, of those that live
         self._expired: dict[int, dict[int, GrantedLease]] = {}  # by session and number, the oldest first
-        self._book: LeaseBook | None = None
+        self.book: LeaseBook | None = None  # of what is granted and ended
         self._leases: dict[int, GrantedLease] = {}
         self._of_session: dict[int, set[int]] = {}
         self._due: OrderedDict[int, GrantedLease] = OrderedDict()  # those that live, by expiry
@@ -110,8 +110,8 @@ class LeaseTable:
         has pinned the blocks of `tokens`; the table unpins each once, when the lease ends. With `continues` the lease
         belongs to the request of an earlier one."""
         self._last_id += 1
-        if self._book is not None:
-            self._book.record_lease(self._last_id, session_id, slots)
+        if self.book is not None:
+            self.book.record_lease(self._last_id, session_id, slots)
         lease = GrantedLease(self._last_id, session_id, tenant, tokens, slots, expires_ns, continues=continues)
         return self._hold(lease)
 
@@ -127,7 +127,7 @@ class LeaseTable:
         """Record each new lease in `book` from now on; it has the present ones. New leases get numbers above
         `last_id`.
         """
-        self._book = book
+        self.book = book
         self._last_id = max(self._last_id, last_id)
 
     def of_session(self, session_id: int) -> list[int]:
@@ -229,8 +229,8 @@ class LeaseTable:
 
     def _end(self, lease: GrantedLease) -> None:
         del self._leases[lease.lease_id]
-        if self._book is not None:
-            self._book.end_lease(lease.lease_id)
+        if self.book is not None:
+            self.book.end_lease(lease.lease_id)
         owned = self._of_session[lease.session_id]
         owned.discard(lease.lease_id)
         if not owned:

@@ -8,6 +8,7 @@ COUNTERS = {
     "lookup_hit_keys": "keys found usable in lookups",
     "acquires": "acquire requests answered",
     "acquired_blocks": "blocks handed out under leases",
+    "acquired_tokens": "tokens whose K/V those hold: once, however many layer groups a model has",
     "acquire_timeouts": "acquires that ended before their promotions",
     "stored_blocks": "blocks copied, checked and published",
     "stored_bytes": "payload bytes of those",
@@ -85,6 +86,8 @@ COUNTERS = {
     "replayed_batches": "batches of KV events sent again to subscribers that asked",
     "event_snapshots": "those that were the whole state instead, since older batches were gone",
     "event_restarts": "how often the process that publishes KV events was started again",
+    "traced_spans": "spans sent to the collector of traces",
+    "dropped_spans": "spans not sent: the queue was full, or the collector did not take them",
     "grpc_payload_bytes": "bytes of K/V that travelled inside gRPC: 0 but for unary calls",
 }
 

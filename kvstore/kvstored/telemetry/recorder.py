@@ -3,9 +3,9 @@ it.
 
 The module owns the file and the thread that writes it. The control thread only puts an event into a bounded queue; if
 the queue is full, the event is dropped and counted. Payload and names of tenants are never written, and token ids only
-if `daemon.record_tokens` asks for them. Keys are cut to 64 bits, and a key that was written before stands for its whole
-chain, so a long session costs a few new keys a turn. After a kill -9 the file is whole up to some second before it. It
-is closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
+if `daemon.record_tokens` asks for them. Keys are cut to 64 bits, or hashed where something is encrypted at rest, and a
+key that was written before stands for its whole chain, so a long session costs a few new keys a turn. After a kill -9
+the file is whole up to some second before it. It is closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import BinaryIO
@@ -68,10 +69,11 @@ class RecordedRequest:
 
 class Recorder:
     """A writer of clients' requests to the trace file `path`, which is created at once (mode 0600). Raises OSError if
-    it exists or cannot be created.
+    it exists or cannot be created. With `hides_keys` it has hashes of keys, under a key that is in no file.
     """
 
-    def __init__(self, path: Path, started_ns: int) -> None:
+    def __init__(self, path: Path, started_ns: int, *, hides_keys: bool = False) -> None:
+        self._hash_key = os.urandom(ID_BYTES * 4) if hides_keys else b""
         self._path = path
         self._started_ns = started_ns
         self._file = _new_file(path)
@@ -130,12 +132,15 @@ class Recorder:
         while self._events.get() is not None:
             self.dropped += 1
 
+    def _id(self, key: bytes) -> bytes:
+        return blake2b(key, key=self._hash_key, digest_size=ID_BYTES).digest() if self._hash_key else key[:ID_BYTES]
+
     def _row(self, event: RecordedRequest) -> dict[str, object]:
         """Return the event as its line: the last key that was written before, then the keys after it."""
-        keys = [event.keys[at : at + ID_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+        keys = [self._id(event.keys[at : at + KEY_BYTES]) for at in range(0, len(event.keys), KEY_BYTES)]
         known = self._known
         new = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)
-        before = keys[new - 1] if new else event.parent[:ID_BYTES] if event.parent != NO_PARENT else b""
+        before = keys[new - 1] if new else self._id(event.parent) if event.parent != NO_PARENT else b""
         for key in keys if event.hinted is None else ():  # a hint may name the end of a chain alone
             known[key] = None
             known.move_to_end(key)

@@ -28,6 +28,8 @@ from kvstore_proto.v1.explain_pb2 import (
     MissStatus as MissStatus,
 )
 from kvstore_proto.v1.keeping_pb2 import (
+    DropTenantReply as DropTenantReply,
+    DropTenantRequest as DropTenantRequest,
     KeepReply as KeepReply,
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
@@ -755,9 +757,11 @@ class BlockTotalsRequest(google.protobuf.message.Message):
     PREFIX_BLOCKS_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     by: builtins.str
-    """tenant | model | prefix"""
+    """tenant | model | prefix | tree: the prefixes at which chains part, each above those that"""
     prefix_blocks: builtins.int
-    """how many blocks a prefix has, 0 = 1"""
+    """continue it
+    how many blocks a prefix has, 0 = 1
+    """
     limit: builtins.int
     """groups, those with the most bytes first; 0 = 50"""
     @property
@@ -834,20 +838,33 @@ class BlockTotal(google.protobuf.message.Message):
     IDLE_S_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     LONGEST_BLOCKS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    OWN_BLOCKS_FIELD_NUMBER: builtins.int
+    BRANCHES_FIELD_NUMBER: builtins.int
+    RESIDENCY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """by tenant and prefix"""
     fingerprint: builtins.str
     """by model and prefix"""
     key: builtins.str
-    """by prefix: of the block that all others continue"""
+    """by prefix and tree: of the block that all others continue"""
     blocks: builtins.int
     payload_bytes: builtins.int
     accesses: builtins.int
     idle_s: builtins.float
     """of the block that was used last"""
     leases: builtins.int
+    """not by tree"""
     longest_blocks: builtins.int
     """of the longest chain in it, from its first block"""
+    parent: builtins.str
+    """by tree: the key of the prefix that it continues, listed before it; empty: none"""
+    own_blocks: builtins.int
+    """by tree: from there to its own key, without what continues it"""
+    branches: builtins.int
+    """by tree: prefixes that continue it, listed or not"""
+    residency: builtins.str
+    """by tree: hot | warm | cold, of its first own block in the fastest tier that has it, or the"""
     @property
     def tier_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """of slots"""
@@ -865,8 +882,12 @@ class BlockTotal(google.protobuf.message.Message):
         idle_s: builtins.float = ...,
         leases: builtins.int = ...,
         longest_blocks: builtins.int = ...,
+        parent: builtins.str = ...,
+        own_blocks: builtins.int = ...,
+        branches: builtins.int = ...,
+        residency: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "blocks", b"blocks", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "longest_blocks", b"longest_blocks", "payload_bytes", b"payload_bytes", "tenant", b"tenant", "tier_bytes", b"tier_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "blocks", b"blocks", "branches", b"branches", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "longest_blocks", b"longest_blocks", "own_blocks", b"own_blocks", "parent", b"parent", "payload_bytes", b"payload_bytes", "residency", b"residency", "tenant", b"tenant", "tier_bytes", b"tier_bytes"]) -> None: ...
 
 global___BlockTotal = BlockTotal
 

@@ -121,6 +121,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
                 _registered_method=True)
+        self.DropTenant = channel.unary_unary(
+                '/kvstore.v1.Admin/DropTenant',
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.FromString,
+                _registered_method=True)
         self.Predictor = channel.unary_unary(
                 '/kvstore.v1.Admin/Predictor',
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.PredictorRequest.SerializeToString,
@@ -253,6 +258,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Predictor(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -370,6 +381,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.RenameTenant,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.SerializeToString,
+            ),
+            'DropTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropTenant,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.SerializeToString,
             ),
             'Predictor': grpc.unary_unary_rpc_method_handler(
                     servicer.Predictor,
@@ -856,6 +872,33 @@ class Admin(object):
             '/kvstore.v1.Admin/RenameTenant',
             kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/DropTenant',
+            kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.DropTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,8 @@ from kvstore_proto.v1.explain_pb2 import (
     MissStatus as MissStatus,
 )
 from kvstore_proto.v1.keeping_pb2 import (
+    DropTenantReply as DropTenantReply,
+    DropTenantRequest as DropTenantRequest,
     KeepReply as KeepReply,
     KeepRequest as KeepRequest,
     SetTenantReply as SetTenantReply,
@@ -123,6 +125,11 @@ class AdminStub:
     RenameTenant: grpc.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
+    DropTenant: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.keeping_pb2.DropTenantRequest,
+        kvstore_proto.v1.keeping_pb2.DropTenantReply,
     ]
 
     Predictor: grpc.UnaryUnaryMultiCallable[
@@ -234,6 +241,11 @@ class AdminAsyncStub:
     RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         kvstore_proto.v1.admin_pb2.RenameTenantReply,
+    ]
+
+    DropTenant: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.keeping_pb2.DropTenantRequest,
+        kvstore_proto.v1.keeping_pb2.DropTenantReply,
     ]
 
     Predictor: grpc.aio.UnaryUnaryMultiCallable[
@@ -380,6 +392,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
+
+    @abc.abstractmethod
+    def DropTenant(
+        self,
+        request: kvstore_proto.v1.keeping_pb2.DropTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.DropTenantReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.DropTenantReply]]: ...
 
     @abc.abstractmethod
     def Predictor(

@@ -245,3 +245,59 @@ class VersionsReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "versions", b"versions"]) -> None: ...
 
 global___VersionsReply = VersionsReply
+
+@typing.final
+class DropTenantRequest(google.protobuf.message.Message):
+    """Removes a tenant: its clients, its key at rest, its blocks, pins and quarantined slots, and what small state says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___DropTenantRequest = DropTenantRequest
+
+@typing.final
+class DropTenantReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    QUARANTINED_FIELD_NUMBER: builtins.int
+    KEY_DESTROYED_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    READABLE_SLOTS_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    bytes: builtins.int
+    kept_blocks: builtins.int
+    """in use all the while: drop again"""
+    clients: builtins.int
+    quarantined: builtins.int
+    key_destroyed: builtins.bool
+    """false: it had none, so its blocks on NVMe were not encrypted"""
+    slots: builtins.int
+    readable_slots: builtins.int
+    """looked at on NVMe after that, and still readable"""
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        bytes: builtins.int = ...,
+        kept_blocks: builtins.int = ...,
+        clients: builtins.int = ...,
+        quarantined: builtins.int = ...,
+        key_destroyed: builtins.bool = ...,
+        slots: builtins.int = ...,
+        readable_slots: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "kept_blocks", b"kept_blocks", "key_destroyed", b"key_destroyed", "quarantined", b"quarantined", "readable_slots", b"readable_slots", "slots", b"slots"]) -> None: ...
+
+global___DropTenantReply = DropTenantReply

@@ -328,6 +328,7 @@ class Request(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     LOOKUP_FIELD_NUMBER: builtins.int
     ACQUIRE_FIELD_NUMBER: builtins.int
@@ -345,6 +346,8 @@ class Request(google.protobuf.message.Message):
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
     """how long the answer is of use; 0 = the daemon's default"""
+    trace: builtins.bytes
+    """the caller's span, for a daemon that traces: 16 bytes of its trace's id, 8 of its own, 1 of"""
     @property
     def ping(self) -> global___Ping: ...
     @property
@@ -378,6 +381,7 @@ class Request(google.protobuf.message.Message):
         *,
         request_id: builtins.int = ...,
         deadline_ms: builtins.int = ...,
+        trace: builtins.bytes = ...,
         ping: global___Ping | None = ...,
         lookup: global___Lookup | None = ...,
         acquire: global___Acquire | None = ...,
@@ -393,7 +397,7 @@ class Request(google.protobuf.message.Message):
         bump_weights: global___BumpWeights | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch", "trace", b"trace"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots", "bump_weights"] | None: ...
 
 global___Request = Request

@@ -62,7 +62,7 @@ def test_a_swapped_sequence_gets_its_own_bits_back_although_others_computed_them
     space = _space(4)
     host = HostPool(space.pool, 4 * space.pool.payload_bytes(1))
     block_table = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, block_table, 33)
+    swapped = swap_out(space, host, block_table, 33, 33)
     space.release(_claim(space, _C * 4, filled=8))  # all that was cached is given up
     other = _claim(space, [*_A, 5], filled=4)
     tokens = np.array(_A + _B + [1, 2], np.int32)
@@ -80,7 +80,7 @@ def test_a_block_that_stayed_is_not_copied() -> None:
     space = _space(8)
     host = HostPool(space.pool, 8 * space.pool.payload_bytes(1))
     block_table = _claim(space, _A + _B + [1], filled=3)
-    swapped = swap_out(space, host, block_table, 33)
+    swapped = swap_out(space, host, block_table, 33, 33)
     back, copied = swap_in(space, host, swapped, np.array(_A + _B + [1], np.int32))
     assert copied == 1
     check_blocks(space, [back])

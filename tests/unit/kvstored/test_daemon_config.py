@@ -54,7 +54,9 @@ def test_the_reference_is_usable_and_states_every_default() -> None:
         "index",
         "unary",
         "metrics",
+        "traces",
         "cluster",
+        "encryption",
         "events",
         "tenants",
     }
@@ -136,6 +138,8 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
             "unmapped users are tenant a",
         ),
         ("[[tenant]]\nname = 'a'\ndurability = 'now'", "durability"),
+        ("[[tenant]]\nname = 'a'\nencrypt = true", "tenant a: encrypt = true needs a master key: head -c 32"),
+        ("[encryption]\nformer_key_file = '/a'", "former_key_file does nothing without encryption.key_file"),
         ("[[tenant]]\nname = 'a'\nput_in_place = 1", "put_in_place must be true or false"),
         ("[[tenant]]\nname = 'a'\ncgroups = ['chat.slice']", "is no cgroup's path below the root"),
         ("[[tenant]]\nname = 'a'\ncgroups = ['/']", "is no cgroup's path below the root"),

@@ -79,15 +79,18 @@ def test_saving_looks_at_the_loop_while_it_finds_out_what_is_safe(shelf: Shelf) 
 
 
 def test_a_listing_that_finds_little_looks_at_the_loop(shelf: Shelf) -> None:
-    parts: Any = SimpleNamespace(store=SimpleNamespace(residency=shelf.residency), tenants=None)
+    parts: Any = SimpleNamespace(
+        store=SimpleNamespace(residency=shelf.residency, clock=SimpleNamespace(monotonic_ns=int)), tenants=None
+    )
     blocks = BlockList(SimpleNamespace(parts=parts))  # type: ignore[arg-type]
     wanted = pb.BlocksRequest(key_prefix="ffff")
     reply, looks = with_looks(blocks.blocks(wanted))
     assert not reply.blocks and not reply.next and looks >= BLOCKS // 10
     _, looks = with_looks(blocks.blocks(pb.BlocksRequest(key_prefix="ffff", sort="uses")))
     assert looks >= BLOCKS // 10
-    _, looks = with_looks(BlockTotals(parts, blocks).totals(pb.BlockTotalsRequest(of=wanted, by="prefix")))
-    assert looks >= BLOCKS // 10
+    for by in ("prefix", "tree"):
+        _, looks = with_looks(BlockTotals(parts, blocks).totals(pb.BlockTotalsRequest(of=wanted, by=by)))
+        assert looks >= BLOCKS // 10
 
 
 @given(

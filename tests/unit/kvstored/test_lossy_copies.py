@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvstore_tiers.base import MemoryKind
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers.base import MemoryKind, OutcomeKind
 from kvstore_tiers.codecs import TESTING_ENVIRONMENT, CodingError, Encoded
+from kvstore_tiers.codecs.images import encode_image, image_bytes
+from kvstore_tiers.segments import AlignedBuffer
 from kvstore_tiers.testing.memory import MemoryTier
 from kvstore_tiers.testing.rounding_codec import RoundingCodec
+from kvstore_tiers.testing.transfers import as_it_is, block
 from kvstored.lifecycle import Cause
 from kvstored.store.operations.records import GetRequest
 from kvstored.store.transfer import staging as module
@@ -110,6 +114,23 @@ def test_a_block_whose_error_is_over_the_bound_is_stored_as_it_is(
             assert not small.residency.exactness.has_lossy and small.store.counters["uncoded_blocks"] == 1
 
     asyncio.run(main())
+
+
+class Late(RoundingCodec):
+    """Reads a payload that changed after it was verified."""
+
+    def encode(self, header: BlockHeader, shape: object, payload: memoryview, target: memoryview) -> Encoded:
+        payload[1] ^= 0xFF
+        return super().encode(header, shape, payload, target)
+
+
+def test_a_payload_that_changes_before_it_is_encoded_gets_no_lossy_copy() -> None:
+    codec, (header, payload) = Late(), block(1, 4096)
+    image, target = as_it_is(header, payload), AlignedBuffer(image_bytes(codec, payload.nbytes))
+    outcome = encode_image(
+        codec, lambda *_: None, image.segment(image.nbytes), header.key, target.segment(target.nbytes)
+    )
+    assert outcome.kind is OutcomeKind.CORRUPT
 
 
 def test_a_lossy_copy_on_a_device_serves_who_accepts_it_though_an_exact_one_is_far(tmp_path: Path) -> None:

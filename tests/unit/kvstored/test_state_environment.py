@@ -24,14 +24,13 @@ from kvstored.clock import ManualClock
 from kvstored.state import environment, process
 from kvstored.state.databases import DATABASES, SLOT
 from kvstored.state.environment import (
-    Unusable,
     begin_rewrite,
     finish_rewrite,
     newest,
     open_environment,
     open_shared,
-    require_whole,
 )
+from kvstored.state.pages import Unusable, require_whole
 from kvstored.state.process import Interrupted, StateProcess
 from kvstored.state.shown import shown
 from kvstored.state.tables import PIECE, packed

@@ -22,6 +22,7 @@ OTHER_STATES: list[dict[str, Any]] = [
     {"layout": "token-major"},
     {"tokenizer_digest": "t"},
     {"account": "anna"},
+    {"weights": "policy", "weights_version": 1},
     {"shard_count": 2},
     {"block_tokens": 128},
     {"engine_block_tokens": 32},
@@ -58,6 +59,16 @@ def test_the_name_is_a_label() -> None:
 @pytest.mark.parametrize("change", OTHER_STATES, ids=lambda change: next(iter(change)))
 def test_everything_else_is_identity(change: dict[str, Any]) -> None:
     assert replace(FP, **change).digest() != FP.digest()
+
+
+def test_each_version_of_weights_has_keys_of_its_own() -> None:
+    versions = [replace(FP, weights="policy", weights_version=number) for number in (1, 2, 3)]
+    assert len({each.digest() for each in (*versions, FP, replace(versions[0], weights="other"))}) == 5
+    assert b"weights_version" not in FP.canonical()
+    assert parse_fingerprint(versions[1].canonical()) == versions[1]
+    for wrong in ({"weights": "policy"}, {"weights_version": 1}, {"weights": "p", "weights_version": 1 << 53}):
+        with pytest.raises(FingerprintError, match="weights_version is from 1 to"):
+            replace(FP, **wrong)
 
 
 def test_without_an_account_a_digest_is_what_it_was_before_there_were_any() -> None:

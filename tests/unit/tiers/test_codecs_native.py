@@ -13,7 +13,7 @@ from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import Codec, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.codecs.shapes import STATE, PayloadShape, Tensor
-from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block
+from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block, kv_shape
 from tests.reference.skips import skip_without_compiler
 
 NAMES = ("int8", "int4")  # NumPy has no code for "context"
@@ -70,6 +70,28 @@ def _both_ways(codec: Codec, block: Block) -> tuple[object, bytes, bytes]:
     if stored:
         codec.decode(memoryview(stored), back.data)
     return encoded, stored, back.tobytes()
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_layer_that_loses_too_much_is_stored_as_it_is(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_compiled:
+        skip_without_compiler()
+        native.wait_for_library()
+    else:
+        monkeypatch.setattr(native._loading, "library", None)
+    header, payload, shape = kv_block(1, kv_shape(3, 64, 16, 64, "f16"))
+    codec, layers = codec_named("int8"), payload.reshape(3, -1)
+    assert codec is not None
+    shape.tensors[1].of(layers[1:2])[:, :, 0, 0] = 200.0  # one channel takes all the steps of a token
+    target, back = bytearray(codec.bound(payload.nbytes)), np.zeros_like(payload)
+    encoded = codec.encode(header, shape, payload.data, memoryview(target))
+    assert encoded.error is not None and 0 < encoded.error.relative_rms < 0.03
+    codec.decode(memoryview(target)[: encoded.nbytes], back.data)
+    assert [np.array_equal(one, two) for one, two in zip(layers, back.reshape(3, -1), strict=True)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_thread_does_not_keep_the_memory_for_a_large_state() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is
     from kvstore_tiers.codecs.shapes import PayloadShape
 
 NONE, AUTO = "none", "auto"
+_SEALED = 0x100  # kvstore_proto.arena.SEALED, without numpy
 TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, which proves the seam and saves little
 
 
@@ -149,8 +150,10 @@ def codec_numbered(number: int) -> Codec | None:
 
 def codec_name(number: int) -> str:
     """Return a name for the codec number in a header, for people: "none" for 0, "codec 9" for a 9 that this build does
-    not have."""
+    not have, "AES-GCM" for encrypted bytes."""
     known = {entry.number: name for name, entry in _known().items()}
+    if number >= _SEALED:
+        return f"{codec_name(number % _SEALED)} in AES-GCM" if number % _SEALED else "AES-GCM"
     return known.get(number, f"codec {number}") if number else NONE
 
 

@@ -2,9 +2,9 @@
 their channel, and the bits below as they are.
 
 Channels differ in size, while the numbers of one channel keep to a few octaves. So the code of a number is relative to
-the level of its channel in this block, and channels that spread alike share one of 12 pairs of tables, for either
-sign of the same channel and the token before. Levels, groups and tables
-are in the frame, so no profile of the model is needed, which could be lost. Before the layers come the tables of each
+the levels of its channel and of its token in this layer, and channels that spread alike share one of 12 pairs of
+tables, for either sign of the same channel and the token before. Levels, groups and tables are in the frame, so no
+profile of the model is needed, which could be lost. Before the layers come the tables of each
 tensor. A coded layer is its tensors one after the other:
 
     offset  size  field
@@ -17,8 +17,9 @@ tensor. A coded layer is its tensors one after the other:
                   bytes with nibbles and 2 with single bits
     ..      6     place and bits of an exception, for each
 
-The groups of all channels are decoded first, then the differences of their levels, then the numbers token by token. The
-work is in `csrc/`; there is no other code for it, so a daemon without a compiler misses such blocks.
+The groups of all channels are decoded first, then the differences of their levels, then the levels of the tokens, then
+the numbers token by token. Two layers are decoded side by side, since each step waits for the one before. The work is
+in `csrc/`; there is no other code for it, so a daemon without a compiler misses such blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvstore_tiers.codecs.shapes import PayloadShape
 _LOW_BITS: Final = {NUMBER_TYPES["f16"]: 8, NUMBER_TYPES["bf16"]: 5}
 _NO_MEMORY: Final = -2
 _MOST_HELD: Final = 64 << 20
-_TENSOR_BYTES: Final = 512 * 1024  # tables of a tensor: 26 of 16 KiB, and more
+_TENSOR_BYTES: Final = 512 * 1024  # tables of a tensor: 27 of 8 KiB, and more
 _thread = threading.local()
 
 
@@ -50,6 +51,7 @@ class ContextCodec(LayeredCodec):
 
     name = "context"
     number = 2
+    form = 2
 
     def lacks(self) -> str:
         return "" if wait_for_library() is not None else f"a C++ compiler, or {pip_install('compiler')}"
@@ -97,7 +99,7 @@ def _work_of(shape: PayloadShape) -> Bytes:
     """Return memory to encode or decode in. This thread uses it again, since new pages cost more than the work in them,
     unless it has over `_MOST_HELD` bytes: a block of one token, a recurrent state, takes many times its size."""
     channels = sum(each.heads * each.width for each in shape.tensors)
-    needed = shape.nbytes // 2 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
+    needed = shape.nbytes * 3 // 4 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
     needed += 8 * shape.layer_bytes + 128 * 1024
     held: Bytes | None = getattr(_thread, "work", None)
     if held is None or held.nbytes < needed:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ FRAME_VERSION: Final = 1
 FRAME_VERSION_OFFSET, FORM_OFFSET = 4, 8
 _MAGIC: Final = b"KVCF"
 _HEAD: Final = struct.Struct("<4sBBBBIIQffI")
-_AS_IT_IS: Final = np.uint32(1 << 31)
+_AS_IT_IS: Final = 1 << 31
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -113,13 +114,16 @@ class LayeredCodec(Codec):
         coded = self.encode_layers(shape, layers, np.frombuffer(target, np.uint8)[head_bytes:])
         if coded is None or all(coded.are_as_they_are):
             return AS_IT_IS
-        index = np.array(coded.lengths, "<u4") | np.where(coded.are_as_they_are, _AS_IT_IS, np.uint32(0))
+        index = [
+            length | _AS_IT_IS if is_as_it_is else length
+            for length, is_as_it_is in zip(coded.lengths, coded.are_as_they_are, strict=True)
+        ]
         error = coded.error or CodingError(0.0, 0.0)
         head = _HEAD.pack(
             _MAGIC, FRAME_VERSION, self.number, len(shape.tensors), self.is_lossy, self.form, shape.layers,
             shape.layer_bytes, *error, coded.common_bytes,
         )  # fmt: skip
-        written = head + shape.pack() + index.astype("<u4").tobytes()
+        written = head + shape.pack() + struct.pack(f"<{shape.layers}I", *index)
         np.frombuffer(target, np.uint8)[: len(written)] = np.frombuffer(written, np.uint8)
         return Encoded(len(written) + coded.common_bytes + sum(coded.lengths), coded.error)
 
@@ -155,31 +159,25 @@ class LayeredCodec(Codec):
             raise NotReadable(f"frame version {version}, this code reads {FRAME_VERSION}")
         if wrong := self.judge_form(form):
             raise NotReadable(wrong)
-        if tensors > MAX_TENSORS or layers > MAX_LAYERS or is_lossy != self.is_lossy:
+        if tensors > MAX_TENSORS or not 0 < layers <= MAX_LAYERS or is_lossy != self.is_lossy:
             raise Undecodable(f"{tensors} tensors in {layers} layers are none of its frames")
         begin = _head_bytes(tensors, layers)
         if begin > len(stored):
             raise Undecodable("its head is cut short")
-        records = bytes(stored[_HEAD.size : _HEAD.size + tensors * RECORD_BYTES])
-        try:
-            shape = read_shape(layers, layer_bytes, records)
-        except ShapeError as wrong_shape:
-            raise Undecodable(str(wrong_shape)) from None
+        rest = bytes(stored[_HEAD.size : begin])
+        shape, places, are_as_they_are = _layers_of(layers, layer_bytes, begin + common_bytes, rest, len(stored))
         if not self.takes(shape):
             raise Undecodable("the codec has no form for this shape")
-        index = np.frombuffer(stored, "<u4", layers, begin - 4 * layers)
-        places = np.cumsum(np.concatenate(([begin + common_bytes], index & ~_AS_IT_IS)), dtype=np.int64)
-        as_they_are = (index & _AS_IT_IS) != 0
-        if int(places[-1]) != len(stored) or np.any(np.diff(places)[as_they_are] != layer_bytes):
-            raise Undecodable("its lengths do not add up")
-        error = CodingError(rms, most) if is_lossy else None
-        return Frame(form, shape, error, places.tolist(), as_they_are.tolist(), begin)
+        return Frame(form, shape, CodingError(rms, most) if is_lossy else None, places, are_as_they_are, begin)
 
     def judge_form(self, form: int) -> str:
         """Return why layers of the version `form` cannot be decoded here; "" if they can."""
         return "" if form == self.form else f"version {form} of its layers, this code reads {self.form}"
 
     def _decode(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
+        if not any(frame.are_as_they_are):
+            self.decode_layers(frame, stored, numbers, layers)
+            return
         begin = numbers.start
         while begin < numbers.stop:
             is_as_it_is, end = frame.are_as_they_are[begin], begin + 1
@@ -192,6 +190,24 @@ class LayeredCodec(Codec):
             else:
                 self.decode_layers(frame, stored, range(begin, end), into)
             begin = end
+
+
+@lru_cache(maxsize=64)  # frames of one length share all this, and it takes longer than to decode some
+def _layers_of(
+    layers: int, layer_bytes: int, first: int, rest: bytes, end: int
+) -> tuple[PayloadShape, list[int], list[bool]]:
+    """Return the shape, the places of the layers and which are stored as they are, of `rest`, the tensors and lengths
+    in a frame of `end` bytes whose layers begin at `first`. Raises Undecodable."""
+    try:
+        shape = read_shape(layers, layer_bytes, rest[: -4 * layers])
+    except ShapeError as wrong_shape:
+        raise Undecodable(str(wrong_shape)) from None
+    index = np.frombuffer(rest, "<u4")[-layers:]
+    places = np.cumsum(np.concatenate(([first], index & ~np.uint32(_AS_IT_IS))), dtype=np.int64)
+    as_they_are = (index & np.uint32(_AS_IT_IS)) != 0
+    if int(places[-1]) != end or np.any(np.diff(places)[as_they_are] != layer_bytes):
+        raise Undecodable("its lengths do not add up")
+    return shape, places.tolist(), as_they_are.tolist()
 
 
 def _head_bytes(tensors: int, layers: int) -> int:

@@ -60,9 +60,16 @@ def encode_image(codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: b
     header = image_header(source, expect_key)
     if isinstance(header, str):
         return Outcome(OutcomeKind.CORRUPT, message=header)
-    payload_address, target_address = source.address + HEADER_BYTES, target.address + HEADER_BYTES
-    if checksum_at(payload_address, header.payload_bytes) != header.checksum:
+    outcome = _encoded(codec, shape_of, header, source.address + HEADER_BYTES, target)
+    # Last, as the codec reads the payload too: what changed before that is not passed off as what was put.
+    if checksum_at(source.address + HEADER_BYTES, header.payload_bytes) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+    return outcome
+
+
+def _encoded(codec: Codec, shape_of: ShapeOf, header: BlockHeader, payload_address: int, target: Segment) -> Outcome:
+    """Do what `encode_image` says with the payload at `payload_address`, whose checksum the caller verifies."""
+    target_address = target.address + HEADER_BYTES
     if not header.payload_bytes or image_bytes(codec, header.payload_bytes) > target.nbytes:
         return Outcome(OutcomeKind.DONE, header)
     bound = codec.bound(header.payload_bytes)

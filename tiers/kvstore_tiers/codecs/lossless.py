@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Final
@@ -45,6 +46,7 @@ EXTRA = "codecs"
 _FORMS: Final = {OPENZL: OPENZL << 16 | OPENZL_FORMAT, BLOSC2: BLOSC2 << 16 | 1}
 _TYPES: Final = (NUMBER_TYPES["f16"], NUMBER_TYPES["bf16"])
 _AS_IT_IS: Final = 1 << 31
+_MISSING: Final = (f"{ImportError.__name__}:", f"{ModuleNotFoundError.__name__}:")
 BATCH_BYTES = 4 << 20  # of layers that are sent to the worker at once
 ANSWER_S = 60.0  # a worker that takes longer hangs
 
@@ -147,7 +149,7 @@ class Worker:
                 wrong = answer[1:].decode(errors="replace")
                 if answer[:1] == REFUSED:
                     raise Undecodable(wrong)
-                raise NotReadable(wrong) if wrong.startswith(ImportError.__name__) else RuntimeError(wrong)
+                raise NotReadable(wrong) if wrong.startswith(_MISSING) else RuntimeError(wrong)
         raise RuntimeError("its process died over it")
 
     def close(self) -> None:
@@ -192,8 +194,23 @@ def _batches(shape: PayloadShape, numbers: range) -> Iterator[range]:
         yield range(begin, min(begin + step, numbers.stop))
 
 
+@lru_cache(maxsize=256)
+def _is_plain(shape: PayloadShape) -> bool:
+    """Return whether the tensors of a layer lie one behind the other, each without gaps."""
+    end = 0
+    for each in shape.tensors:
+        row_bytes = each.heads * each.width * each.type.nbytes
+        if each.offset != end or each.token_stride != row_bytes or each.head_stride * each.heads != row_bytes:
+            return False
+        end += each.nbytes
+    return True
+
+
 def _gather(shape: PayloadShape, layers: Bytes, source: Bytes) -> None:
     """Write the tensors of `layers`, layer by layer, each without gaps."""
+    if _is_plain(shape):
+        source[: layers.nbytes] = layers.reshape(-1)
+        return
     into, at = source[: layers.nbytes].reshape(len(layers), shape.layer_bytes), 0
     for tensor in shape.tensors:
         numbers = tensor.of(layers)
@@ -238,6 +255,9 @@ def _pieces(layer: Bytes, sizes: list[int]) -> Iterator[tuple[bool, Bytes]]:
 
 def _scatter(shape: PayloadShape, pieces: list[tuple[bool, Bytes]], target: Bytes, layers: Bytes) -> None:
     """Fill `layers` with the pieces. `target` has the pieces that the library made."""
+    if _is_plain(shape) and all(is_coded for is_coded, _ in pieces):
+        layers.reshape(-1)[:] = target[: layers.nbytes]
+        return
     at = 0
     for number, (is_coded, piece) in enumerate(pieces):
         layer, place = divmod(number, len(shape.tensors))

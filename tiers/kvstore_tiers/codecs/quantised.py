@@ -6,15 +6,16 @@ factor of 3 to 33, while V's do not. V has a scale for each token (`int8`), or f
 
 A coded layer is its tensors one after the other: the scales, the smallest numbers (`int4`), then the numbers token by
 token, two to a byte for `int4`, the first of them in the low half. Scales have the type of the numbers, rounded
-up, so that no number is clipped. A layer with a number that is not finite, or over 1e18, or with tiny ones alone, is
-stored as it is. The compiled code and NumPy's give the same bytes.
+up, so that no number is clipped. A layer with a number that is not finite, or over 1e18, or with tiny ones alone,
+and a layer that loses a larger part of its RMS than the codec may, are stored as they are. The compiled code and
+NumPy's give the same bytes.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import CodingError, Undecodable
 from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
-from kvstore_tiers.codecs.native import library
+from kvstore_tiers.codecs.native import address_of, library
 from kvstore_tiers.codecs.quantised_arrays import dequantise, quantise
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
 
@@ -30,7 +31,7 @@ TYPES: Final = {NUMBER_TYPES["f16"]: 1, NUMBER_TYPES["bf16"]: 2, NUMBER_TYPES["f
 
 
 class QuantisedCodec(LayeredCodec):
-    """A codec that keeps each number as `bits` bits, 8 or 4. Coded layers of one shape have one length. A block whose
+    """A codec that keeps each number as `bits` bits, 8 or 4. Coded layers of one shape have one length. A layer whose
     error has a relative RMS above `most_error` is stored exact.
     """
 
@@ -40,39 +41,61 @@ class QuantisedCodec(LayeredCodec):
         self.name, self.number, self.bits, self.most_error = name, number, bits, most_error
 
     def takes(self, shape: PayloadShape) -> bool:
-        return bool(shape.tensors) and all(each.kind in (K, V) and each.type in TYPES for each in shape.tensors)
+        return plan_of(self.bits, shape) is not None
 
     def encode_layers(self, shape: PayloadShape, layers: Bytes, room: Bytes) -> CodedLayers | None:
-        coded_bytes, channels = coded_layer_bytes(self.bits, shape), channels_of(shape)
-        squares, errors = np.zeros((2, shape.layers, channels), np.float32)
-        worst, as_they_are = np.zeros(shape.layers, np.float32), np.zeros(shape.layers, np.uint8)
-        native = library()
+        plan, native = plan_of(self.bits, shape), library()
+        assert plan is not None
+        sums, as_they_are = np.zeros(3), np.zeros(shape.layers, np.uint8)  # squares, those of errors, largest error
+        copied: int
         if native is None:
-            fits = quantise(self.bits, shape, layers, coded_bytes, room, as_they_are, squares, errors, worst)
+            copied = quantise(self.bits, shape, layers, plan.coded_bytes, room, self.most_error, as_they_are, sums)
         else:
-            fits = native.kv_quantise(
-                self.bits, described(shape).ctypes.data, len(shape.tensors), layers.ctypes.data, shape.layers,
-                shape.layer_bytes, coded_bytes, room.ctypes.data, room.nbytes, as_they_are.ctypes.data,
-                squares.ctypes.data, errors.ctypes.data, worst.ctypes.data,
-            ) >= 0  # fmt: skip
-        if not fits:
+            copied = native.kv_quantise(
+                self.bits, plan.address, len(shape.tensors), address_of(layers), shape.layers, shape.layer_bytes,
+                plan.coded_bytes, address_of(room), room.nbytes, self.most_error, address_of(as_they_are),
+                address_of(sums),
+            )  # fmt: skip
+        if copied < 0:
             return None
-        lengths = np.where(as_they_are, shape.layer_bytes, coded_bytes).tolist()
-        return CodedLayers(lengths, as_they_are.astype(bool).tolist(), _error_of(squares, errors, worst))
+        whole, lost, worst = sums.tolist()
+        error = CodingError(float(np.float32(math.sqrt(lost / whole))) if whole else 0.0, worst)
+        if not copied:
+            return CodedLayers([plan.coded_bytes] * shape.layers, [False] * shape.layers, error)
+        lengths = np.where(as_they_are, shape.layer_bytes, plan.coded_bytes).tolist()
+        return CodedLayers(lengths, as_they_are.astype(bool).tolist(), error)
 
     def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
-        coded_bytes = coded_layer_bytes(self.bits, frame.shape)
+        plan, native = plan_of(self.bits, frame.shape), library()
+        assert plan is not None
         begin, end = frame.places[numbers.start], frame.places[numbers.stop]
-        if end - begin != coded_bytes * len(numbers):
-            raise Undecodable(f"{end - begin} bytes are not {len(numbers)} layers of {coded_bytes}")
-        coded, native = np.frombuffer(stored, np.uint8)[begin:end], library()
+        if end - begin != plan.coded_bytes * len(numbers):
+            raise Undecodable(f"{end - begin} bytes are not {len(numbers)} layers of {plan.coded_bytes}")
+        coded = np.frombuffer(stored, np.uint8, end - begin, begin)
         if native is None:
-            dequantise(self.bits, frame.shape, coded.reshape(len(numbers), coded_bytes), layers)
+            dequantise(self.bits, frame.shape, coded.reshape(len(numbers), plan.coded_bytes), layers)
         elif native.kv_dequantise(
-            self.bits, described(frame.shape).ctypes.data, len(frame.shape.tensors), coded.ctypes.data, len(numbers),
-            coded_bytes, layers.ctypes.data, frame.shape.layer_bytes,
+            self.bits, plan.address, len(frame.shape.tensors), address_of(coded), len(numbers), plan.coded_bytes,
+            address_of(layers), frame.shape.layer_bytes,
         ):  # fmt: skip
             raise MemoryError("no memory to decode")
+
+
+class Plan(NamedTuple):
+    """The tensors of a shape as the compiled code reads them, and the length of a coded layer in bytes."""
+
+    described: npt.NDArray[np.int64]
+    address: int
+    coded_bytes: int
+
+
+@lru_cache(maxsize=256)
+def plan_of(bits: int, shape: PayloadShape) -> Plan | None:
+    """Return how a shape is coded; None for a shape that has other tensors than K and V of 16 or 32 bits."""
+    if not shape.tensors or any(each.kind not in (K, V) or each.type not in TYPES for each in shape.tensors):
+        return None
+    described = np.array([[each.kind, TYPES[each.type], *each[2:]] for each in shape.tensors], np.int64)
+    return Plan(described, described.ctypes.data, sum(_coded_bytes(bits, each) for each in shape.tensors))
 
 
 def int8() -> QuantisedCodec:
@@ -87,24 +110,6 @@ def int4() -> QuantisedCodec:
     return QuantisedCodec("int4", 4, 4, most_error=0.2)
 
 
-@lru_cache(maxsize=256)
-def described(shape: PayloadShape) -> npt.NDArray[np.int64]:
-    """Return the tensors of a shape as the compiled code reads them."""
-    return np.array([[each.kind, TYPES[each.type], *each[2:]] for each in shape.tensors], np.int64)
-
-
-@lru_cache(maxsize=256)
-def channels_of(shape: PayloadShape) -> int:
-    """Return the number of channels of all tensors of a layer."""
-    return sum(each.heads * each.width for each in shape.tensors)
-
-
-@lru_cache(maxsize=256)
-def coded_layer_bytes(bits: int, shape: PayloadShape) -> int:
-    """Return the length of a coded layer in bytes."""
-    return sum(_coded_bytes(bits, each) for each in shape.tensors)
-
-
 def _coded_bytes(bits: int, tensor: Tensor) -> int:
     channels = tensor.heads * tensor.width
     if tensor.kind == K:
@@ -113,11 +118,3 @@ def _coded_bytes(bits: int, tensor: Tensor) -> int:
         scales = tensor.tokens * (1 if bits == 8 else -(-channels // 32))
     row_bytes = channels if bits == 8 else (channels + 1) // 2
     return scales * tensor.type.nbytes * (1 if bits == 8 else 2) + tensor.tokens * row_bytes
-
-
-def _error_of(
-    squares: npt.NDArray[np.float32], errors: npt.NDArray[np.float32], worst: npt.NDArray[np.float32]
-) -> CodingError:
-    whole, lost = (float(np.sum(each.reshape(-1), dtype=np.float64)) for each in (squares, errors))
-    rms = np.float32(math.sqrt(lost / whole)) if whole else np.float32(0)
-    return CodingError(float(rms), float(worst.max(initial=0)))

@@ -18,15 +18,17 @@ _MOST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.402
 
 
 def quantise(
-    bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, as_they_are: Bytes, squares: Floats,
-    errors: Floats, worst: Floats,
-) -> bool:  # fmt: skip
-    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each; a layer that has no form as
-    it is. Fill `as_they_are` by layer, the sums `squares` and `errors` [layer, channel of all tensors], and `worst`,
-    the largest error by layer. Return False when they do not fit."""
+    bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, most_lost: float,
+    as_they_are: Bytes, sums: npt.NDArray[np.float64],
+) -> int:  # fmt: skip
+    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each. A layer that has no form, or
+    loses a larger part of its RMS than `most_lost`, is written as it is. Fill `as_they_are` by layer, and `sums`: the
+    squares, the squared errors, and the largest error. Return how many layers are as they are, -1 when they do not
+    fit."""
     coded = np.empty((shape.layers, coded_bytes), np.uint8)
     amplitude, is_sound = np.zeros(shape.layers, np.float32), np.ones(shape.layers, bool)
-    at = channel = 0
+    squares, errors = np.zeros((2, shape.layers, sum(each.heads * each.width for each in shape.tensors)), np.float32)
+    worst, at, channel = np.zeros(shape.layers, np.float32), 0, 0
     with np.errstate(all="ignore"):
         for tensor in shape.tensors:
             channels = tensor.heads * tensor.width
@@ -42,16 +44,28 @@ def quantise(
                 coded[:, at : at + flat.shape[1]] = flat
                 at += flat.shape[1]
             channel += channels
-    as_they_are[:] = ~is_sound | ((amplitude > 0) & (amplitude < TINY))
+    whole, lost = (np.array([_sum_of(layer) for layer in each]) for each in (squares, errors))
+    is_bad = lost > most_lost * most_lost * whole
+    as_they_are[:] = ~is_sound | is_bad | ((amplitude > 0) & (amplitude < TINY))
     written = 0
     for number, is_as_it_is in enumerate(as_they_are.tolist()):
-        whole = layers[number] if is_as_it_is else coded[number]
-        if room.nbytes - written < max(whole.nbytes, coded_bytes):
-            return False
-        room[written : written + whole.nbytes] = whole
-        written += whole.nbytes
-    squares[as_they_are != 0], errors[as_they_are != 0], worst[as_they_are != 0] = 0, 0, 0
-    return True
+        stored = layers[number] if is_as_it_is else coded[number]
+        if room.nbytes - written < max(stored.nbytes, coded_bytes):
+            return -1
+        room[written : written + stored.nbytes] = stored
+        written += stored.nbytes
+        if not is_as_it_is:
+            sums[:] = sums[0] + whole[number], sums[1] + lost[number], max(sums[2], worst[number])
+    return int(as_they_are.sum())
+
+
+def _sum_of(by_channel: Floats) -> float:
+    """Return a sum as the compiled code forms it: of sixteen lanes first, in order."""
+    lanes = np.zeros(16, np.float32)
+    for first in range(0, len(by_channel), 16):
+        part = by_channel[first : first + 16]
+        lanes[: len(part)] += part
+    return float(np.cumsum(lanes, dtype=np.float64)[-1])
 
 
 def dequantise(bits: int, shape: PayloadShape, coded: Bytes, layers: Bytes) -> None:

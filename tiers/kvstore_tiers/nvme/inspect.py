@@ -115,7 +115,7 @@ class Inspector:
                 report.slots.append(self._described(place))
         known = {(fields["slab"], fields["slot"]) for fields in report.slots}
         if every_slot:
-            for number, index, header in self._headers():
+            for number, index, header in self.headers():
                 if header.key == key and (number, index) not in known:
                     report.slots.append({**_where(self._path(number), number, index), **_header_fields(header)})
                     report.slots[-1]["state"] = "old bytes: no record names them, the slot is free"
@@ -136,7 +136,7 @@ class Inspector:
                         sound = record_holds(record, superblock.record_seed(first + position))
                         yield _RecordPlace(number, first + position, record, sound)
 
-    def _headers(self) -> Iterator[tuple[int, int, BlockHeader]]:
+    def headers(self) -> Iterator[tuple[int, int, BlockHeader]]:
         """Yield every slot header that is valid, regardless of its record."""
         for number in self._numbers():
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
@@ -157,7 +157,7 @@ class Inspector:
             return bytes.fromhex(text)
         keys = {record_header(place.record).key for place in self._places() if place.is_sound}
         if every_slot:
-            keys |= {header.key for _, _, header in self._headers()}
+            keys |= {header.key for _, _, header in self.headers()}
         found = sorted(key.hex() for key in keys if key.hex().startswith(text))
         if len(found) == 1:
             return bytes.fromhex(found[0])

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader, Coded
+from kvstore_proto.arena import ALIGNMENT_BYTES, SEALED, BlockHeader, Coded
 from kvstore_tiers.image import aligned_down, aligned_up
 
 FORMAT_VERSION = 2
@@ -34,7 +34,8 @@ _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
 _RECORD_MAGIC = b"KVR1"
 RECORD_MAGIC_WORD = int.from_bytes(_RECORD_MAGIC, "little")
 _SUPERBLOCK = struct.Struct("<8sHHIQ16sQQQQQ")  # the rest is zero up to the checksum in the last 8 bytes
-_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIfQQQQQQ")
+_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIfQQQQQQ8s")
+KEY_NUMBER_BYTES = 8  # of the key that sealed a block; zeros: it is not sealed
 _RECORD_CHECKSUM_OFFSET = RECORD_BYTES - 8
 assert _RECORD.size <= _RECORD_CHECKSUM_OFFSET
 
@@ -164,7 +165,7 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
         raw, 0, _RECORD_MAGIC, FORMAT_VERSION, state, 0, header.generation, sequence, header.key, header.parent,
         header.extra, header.fingerprint, header.tenant, header.group, codec, header.depth,
         len(header.tokens) // 4, header.error, header.payload_bytes, header.checksum, header.created_ns, stored_bytes,
-        stored_checksum, header.kept,
+        stored_checksum, header.kept, header.seal[:KEY_NUMBER_BYTES],
     )  # fmt: skip
     raw[_RECORD_CHECKSUM_OFFSET:] = _record_checksum(raw, seed).to_bytes(8, "little")
     return bytes(raw)
@@ -188,12 +189,18 @@ def record_header(raw: bytes) -> BlockHeader:
     """Return the block header that the valid 256-byte record `raw` describes, without token ids."""
     values = _RECORD.unpack_from(raw)
     generation, _sequence, key, parent, extra, fingerprint, tenant, group, codec, depth = values[4:14]
-    _tokens, error, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]
+    _tokens, error, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept, number = values[14:23]
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
         payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
         coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept, error=error,
+        seal=number if codec & SEALED else b"",
     )  # fmt: skip
+
+
+def key_number(header: BlockHeader) -> bytes:
+    """Return the number of the key that encrypts the block with this `header` on the medium; b"" if none does."""
+    return header.seal[:KEY_NUMBER_BYTES]
 
 
 def disagree(header: BlockHeader, named: BlockHeader) -> bool:

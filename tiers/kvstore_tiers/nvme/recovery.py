@@ -27,7 +27,9 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import CANNOT_WRITE, Slot
 from kvstore_tiers.heap import expect
+from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.directory import Seal, TierDirectory
+from kvstore_tiers.nvme.directory_files import DirectoryUnusable
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import (
     CODEC_SHIFT,
@@ -54,7 +56,7 @@ _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINE
 @dataclass
 class RecoveryReport:
     """The counts of what was found and what was dropped when a tier was opened on the slab files of a former
-    process.
+    process. `sealed_blocks` are encrypted; `lost_blocks` were, under keys that were destroyed.
     """
 
     blocks: int = 0
@@ -64,6 +66,8 @@ class RecoveryReport:
     superseded_blocks: int = 0
     dropped_slabs: int = 0
     damaged_slabs: int = 0
+    sealed_blocks: int = 0
+    lost_blocks: int = 0
     last_sequence: int = 0
 
     def sentence(self) -> str:
@@ -73,6 +77,7 @@ class RecoveryReport:
             "blocks behind the end of truncated slabs": self.truncated_blocks,
             "slabs beyond the capacity": self.dropped_slabs,
             "slabs without a superblock": self.damaged_slabs,
+            "blocks that no key opens": self.lost_blocks,
         }
         lost = ", ".join(f"{count} {what}" for what, count in losses.items() if count)
         return f"recovery dropped {lost}" if lost else ""
@@ -115,7 +120,9 @@ class Recovery:
         seal: Seal,
         report: RecoveryReport,
         ahead: EarlyRecordScan | None = None,
+        keys: DataKeys | None = None,
     ) -> None:
+        self._keys = keys
         self.owed: OSError | None = None
         self._making_up = threading.Lock()
         self._judged: list[ScannedSlab] = []
@@ -129,13 +136,15 @@ class Recovery:
     def run(self) -> RecoveredBlocks:
         """Judge the records of all slabs, remove bad records from the medium, make the slots usable, and return the
         stored blocks. If the medium cannot be written, the blocks are returned all the same, and `make_up` must be
-        called. Raises OSError if the medium cannot be read.
+        called. Raises OSError if the medium cannot be read, DirectoryUnusable if the keys of encrypted blocks are lost.
         """
         judged, live = scan_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
             self._report.last_sequence = max(self._report.last_sequence, one.last_sequence)
             self._report.damaged_records += one.damaged
             self._report.truncated_blocks += one.truncated
+        if self._reveal(judged):
+            live = LiveBlocks.joined([one.live for one in judged])
         self._drop_superseded(judged, live)
         judged = self._withdraw_what_must_go(judged)
         if self._report.dropped_slabs or any(one.is_cut for one in judged):
@@ -201,6 +210,32 @@ class Recovery:
         failpoints.hit("nvme.recover-before-repair")
         with ThreadPoolExecutor(_REPAIR_THREADS, thread_name_prefix="nvme-repair") as threads:
             list(threads.map(self._repair, self._judged))
+
+    def _reveal(self, judged: list[ScannedSlab]) -> bool:
+        """Give encrypted blocks their own keys again, and withdraw the blocks that no key opens, which none ever will.
+        Return whether there were any of these."""
+        sealed = {origin: number for origin, number in enumerate(self._origins.data_keys()) if any(number)}
+        keys = {origin: self._keys.numbered(number) for origin, number in sealed.items()} if self._keys else {}
+        lost = [origin for origin, key in keys.items() if key is None]
+        for one in judged if sealed else ():
+            live = one.live
+            self._report.sealed_blocks += int(np.isin(live.origin, list(sealed)).sum())
+            for origin, key in keys.items():
+                ours = live.origin == origin
+                if key is not None:
+                    live.key[ours] = key.unveil_column(live.key[ours])
+                    live.parent[ours] = key.unveil_column(live.parent[ours])
+            is_lost = np.isin(live.origin, lost)
+            self._report.lost_blocks += int(is_lost.sum())
+            if is_lost.any() and self._keys is not None and self._keys.are_complete:
+                one.withdraw(live.slots[is_lost].tolist())
+        if self._report.lost_blocks and self._keys is not None and not self._keys.are_complete:
+            raise DirectoryUnusable(
+                f"{self._directory.path} has {self._report.lost_blocks} encrypted blocks and their keys are not here: "
+                "restore the file `keys` and set encryption.key_file, or run `kvstored serve --new-secret` once, which "
+                "drops them"
+            )
+        return self._report.lost_blocks > 0
 
     def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> None:
         """Keep the newest of several records with one key, and withdraw the older ones."""
@@ -312,9 +347,10 @@ def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
     if not any((one.stored > STORED_MASK).any() for one in judged):
         return {}
     stored = np.concatenate([one.stored[one.live.slots.astype(np.int64)] for one in judged])
+    codec = (stored >> np.uint64(CODEC_SHIFT)).astype(np.uint8)  # without SEALED
     return {
-        "codec": (stored >> np.uint64(CODEC_SHIFT)).astype(np.uint8),
-        "stored_bytes": stored & np.uint64(STORED_MASK),
+        "codec": codec,
+        "stored_bytes": np.where(codec, stored & np.uint64(STORED_MASK), np.uint64(0)),
     }
 
 

@@ -1,5 +1,5 @@
 """Steps of the I/O threads of an NVMe tier: store a block in a slot, load one, copy one, lend one; one preadv or
-pwritev for an image.
+pwritev for an image. A block of a tenant with a key is sealed on its way to the medium (`seals.py`).
 
 Owns the order of these steps, the judgement of what was read, and the aligned pages that a direct transfer needs beside
 the caller's memory: the header, the last partial page of a payload, and, for memory that is not aligned, a bounce
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, SEALED, BlockHeader, read_header
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
 from kvstore_tiers.codec_rates import CodecRates
@@ -31,7 +31,9 @@ from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import aligned_down, aligned_up, false_checksum, judge_header
 from kvstore_tiers.nvme.commit import Journal
+from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.health import TierHealth
+from kvstore_tiers.nvme.layout import key_number
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -177,13 +179,21 @@ class SlotPlace(NamedTuple):
 
 class SlotTransfers:
     """A maker of the reads, writes and copies of an NVMe tier's slots, on the calling thread. `journal`, `health` and
-    `counters` are notified of each outcome; `scratch` gives memory for decoding.
+    `counters` are notified of each outcome; `scratch` gives memory for encrypting and decoding. Without `keys` nothing
+    is encrypted, and no encrypted block can be read.
     """
 
     def __init__(
-        self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch, rates: CodecRates
+        self,
+        journal: Journal,
+        health: TierHealth,
+        counters: TransferCounters,
+        scratch: Scratch,
+        rates: CodecRates,
+        keys: DataKeys | None = None,
     ) -> None:
         self._io = SlotIO()
+        self._keys = keys
         self._scratch, self._rates = scratch, rates  # for bytes of a codec
         self._lent = UnderWay()
         self._journal = journal
@@ -196,17 +206,24 @@ class SlotTransfers:
             with self._counters.watch():
                 self._ready(slab, index)
                 nbytes = header.stored_bytes
-                payload = self._io.stable(segments, nbytes)
-                checksum = header.checksum or checksum_of(payload, nbytes)
-                stored = header.stamped(slot.generation, checksum)
-                self._io.write_image(slab.file.slot_fd, slot.offset, stored.pack(), payload, nbytes)
+                stored = header.stamped(slot.generation, header.checksum or checksum_of(segments, nbytes))
+                written = self._write(place, stored, segments)
         except OSError as error:
             self._health.watch_write(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
             raise
         failpoints.hit("nvme.after-slot-write")
-        slab.note_written(index, stored)
-        self._journal.note_written(slab, index, stored.without_tokens())
+        slab.note_written(index, written)
+        self._journal.note_written(slab, index, written.without_tokens())
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, nbytes)))
+
+    def name_again(self, place: SlotPlace) -> Outcome:
+        """Let the next commit write the record of an encrypted block anew, as its slot's header says."""
+        slab, index, slot = place
+        header = read_header(self._io.read_image(slab.file.slot_fd, slot.offset, (), 0).raw_header)
+        if isinstance(header, str) or header.generation != slot.generation:
+            return Outcome(OutcomeKind.CORRUPT, message=f"{slot} has another header")
+        self._journal.note_written(slab, index, header.without_tokens())
+        return Outcome(OutcomeKind.DONE)
 
     def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         """Read the block with the key `expect_key` from the slot at `place`, check it, and fill `segments` with its
@@ -286,8 +303,21 @@ class SlotTransfers:
         slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
+    def _write(self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment]) -> BlockHeader:
+        """Write a whole image, encrypted if its tenant has a key. Return the header that is on the medium."""
+        fd, offset, nbytes = place.slab.file.slot_fd, place.slot.offset, header.stored_bytes
+        key = self._keys.of_tenant(header.tenant) if self._keys is not None else None
+        if key is None:
+            self._io.write_image(fd, offset, header.pack(), self._io.stable(segments, nbytes), nbytes)
+            return header
+        with self._scratch.take(aligned_up(nbytes)) as room:
+            sealed = key.seal(header, segments, room)
+            self._io.write_image(fd, offset, sealed.pack(), [room.part(0, nbytes)], nbytes)
+        return sealed
+
     def _read_payload(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         nbytes, codec = place.slab.stored(place.slot_index)
+        codec &= ~SEALED
         if not codec:  # what is stored is the payload
             return self._read_verified(place, expect_key, segments)
         with self._scratch.take(aligned_up(nbytes)) as pages:
@@ -310,12 +340,26 @@ class SlotTransfers:
         failpoints.hit("nvme.read")
         with self._rates.medium.work(nbytes):
             image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
-        header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
+        key, named = None, expect_key
+        if codec & SEALED:
+            sealed = read_header(image.raw_header)
+            if isinstance(sealed, str):
+                return Outcome(OutcomeKind.CORRUPT, message=sealed)
+            key = self._keys.numbered(key_number(sealed)) if self._keys is not None else None
+            if key is None:
+                return Outcome(OutcomeKind.UNREADABLE, message="it is encrypted, and its tenant's key is not here")
+            named = key.veil(expect_key)
+        header = judge_header(image.raw_header, named, slot.nbytes - HEADER_BYTES, slot.generation)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)
         if header.stored_bytes != nbytes or header.codec != codec:
             message = f"the header says {header.stored_bytes} stored bytes, the record {nbytes}, or another codec"
             return Outcome(OutcomeKind.CORRUPT, message=message)
+        if key is not None:
+            opened = key.open(header, expect_key, image.payload)
+            if isinstance(opened, str):
+                return Outcome(OutcomeKind.CORRUPT, message=opened)
+            header = opened
         if checksum_of(image.payload, nbytes) != header.stored_checksum:
             return Outcome(OutcomeKind.CORRUPT, message=false_checksum(header))
         image.deliver()

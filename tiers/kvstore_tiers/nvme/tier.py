@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kvstore_proto.arena import BlockHeader
+from kvstore_proto.arena import SEALED, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
     UNCODED,
@@ -39,11 +39,12 @@ from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.nvme.commit import Journal, RecordCommit
+from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.directory import SEAL, Seal, TierDirectory
 from kvstore_tiers.nvme.directory_files import DirectoryUnusable
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.health import TierHealth, probe_medium, require_place
-from kvstore_tiers.nvme.layout import record_header, record_holds
+from kvstore_tiers.nvme.layout import key_number, record_header, record_holds
 from kvstore_tiers.nvme.recovery import Recovery, RecoveryReport, open_slabs, recovered_blocks, still_there
 from kvstore_tiers.nvme.slab import SlotState
 from kvstore_tiers.nvme.slot_transfers import SlotPlace, SlotTransfers
@@ -66,6 +67,7 @@ class TierOptions:
     clock: Callable[[], float]
     name: str
     coding: Coding
+    keys: DataKeys | None
 
 
 class NvmeTier(ContainerTier):
@@ -105,7 +107,10 @@ class NvmeTier(ContainerTier):
             )
         self._counters = TransferCounters()
         scratch = Scratch(coding.staging_bytes // 2)  # the other half is for what is about to be stored
-        self._transfers = SlotTransfers(self._journal, self._health, self._counters, scratch, coding.rates)
+        self._keys = options.keys
+        self._transfers = SlotTransfers(
+            self._journal, self._health, self._counters, scratch, coding.rates, options.keys
+        )
         self._pending = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
         if coding.codec == AUTO and (made := next((slab for slab in space.slabs.values() if slab.is_made), None)):
@@ -130,12 +135,14 @@ class NvmeTier(ContainerTier):
         name: str = "nvme",
         coding: Coding = UNCODED,
         early_scan: EarlyRecordScan | None = None,
+        keys: DataKeys | None = None,
     ) -> NvmeTier:
         """Lock and open `directory`, which is made if it is missing, as a tier of at most `capacity_bytes` bytes.
         `slab_bytes` is the size of new slab files, `io_threads` the number of threads for transfers, `quarantine_slots`
         the most corrupt slots that are kept. With `require_direct` a file system without direct I/O is refused.
-        `early_scan`, if given, may have judged the records already; it is closed. Raises DirectoryInUse,
-        FormatUnsupported or DirectoryUnusable.
+        `early_scan`, if given, may have judged the records already; it is closed. `keys` encrypts the blocks of tenants
+        that have one; without it encrypted blocks stay, and cannot be read. Raises DirectoryInUse, FormatUnsupported or
+        DirectoryUnusable.
         """
         if capacity_bytes <= FILES_BYTES:
             raise DirectoryUnusable(f"{capacity_bytes} bytes for {directory} hold no block: give it a larger capacity")
@@ -148,7 +155,7 @@ class NvmeTier(ContainerTier):
             seal = Seal(opened.path)
             still_holds = early_scan is not None and early_scan.is_of(opened.former)
             ahead = early_scan if still_holds else None
-            recovery = Recovery(opened, space, seal, report, ahead)
+            recovery = Recovery(opened, space, seal, report, ahead, keys)
             recovered = recovery.run()
         except OSError as error:
             opened.close()
@@ -159,7 +166,7 @@ class NvmeTier(ContainerTier):
         finally:
             if early_scan is not None:
                 early_scan.close()
-        options = TierOptions(io_threads, quarantine_slots, clock, name, coding)
+        options = TierOptions(io_threads, quarantine_slots, clock, name, coding, keys)
         return cls(opened, space, seal, recovery, report, recovered, options)
 
     @property
@@ -207,8 +214,8 @@ class NvmeTier(ContainerTier):
         record = slab.file.read_record(index) if slab.is_made else b""
         if not record_holds(record, slab.superblock.record_seed(index)):
             return None
-        header = record_header(record)
-        return header if any(header.key) else None
+        header = self._revealed(record_header(record))
+        return header if header is not None and any(header.key) else None
 
     def check_books(self) -> list[str]:
         return self._space.check_books(self._quarantined)
@@ -217,8 +224,12 @@ class NvmeTier(ContainerTier):
         return self._space.check_held(containers, offsets, generations)
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        slab, index, _ = self._place(slot)
-        self._journal.note_written(slab, index, replace(header, tokens=b""))
+        place = self._place(slot)
+        slab, index, _ = place
+        if slab.stored(index)[1] & SEALED:  # the record says what the slot says
+            self._threads.submit(partial(self._transfers.name_again, place), self._pending.begin(lambda _: None))
+        else:
+            self._journal.note_written(slab, index, replace(header, tokens=b""))
 
     def discard(self, container: int, done: Completion) -> None:
         """Delete the file of the slab number `container`, which must be set aside and empty. After `done` got DONE, the
@@ -274,8 +285,8 @@ class NvmeTier(ContainerTier):
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         self._recovered = None  # the caller will not ask for columns too
         for slab in list(self._space.slabs.values()):
-            if slab.is_made:
-                yield from recovered_blocks(slab, self.recovery_report.last_sequence)
+            for slot, named in recovered_blocks(slab, self.recovery_report.last_sequence) if slab.is_made else ():
+                yield slot, self._revealed(named) or named
 
     def recover_columns(self) -> RecoveredBlocks:
         """Return the recovered blocks that are still in their slots, as arrays. The first call is quick, and frees
@@ -343,6 +354,13 @@ class NvmeTier(ContainerTier):
         if self._recovery.owed is not None:
             require_place(self._directory)
             self._recovery.make_up()
+
+    def _revealed(self, header: BlockHeader) -> BlockHeader | None:
+        """Return what a record says of a block; None when the block is encrypted and its key is not here."""
+        if not header.codec & SEALED:
+            return header
+        key = self._keys.numbered(key_number(header)) if self._keys is not None else None
+        return None if key is None else key.reveal(header)
 
     # -- books -------------------------------------------------------------------------------------------------------
 

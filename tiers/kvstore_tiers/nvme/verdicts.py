@@ -20,7 +20,7 @@ from kvstore_tiers.recovered import BlockOrigin
 
 # Words of a record; docs/format.md gives the bytes.
 _HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN = 0, 1, 2, 3, 5, 9
-_GROUP_AND_DEPTH, _ERROR, _PAYLOAD, _STORED, _KEPT = 15, 16, 17, 20, 22  # the codec is in the first
+_GROUP_AND_DEPTH, _ERROR, _PAYLOAD, _STORED, _KEPT, _DATA_KEY = 15, 16, 17, 20, 22, 23  # the codec is in the first
 _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
@@ -124,8 +124,8 @@ class Verdicts:
 
 
 class Origins:
-    """A table of block origins (tenant, fingerprint and layer group, which many blocks share) that gives each a number.
-    Any thread may use it.
+    """A table of block origins (tenant, fingerprint, layer group and the number of the key that encrypts them, which
+    many blocks share) that gives each a number. Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -137,29 +137,37 @@ class Origins:
         origins get new numbers.
         """
         origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
+        data_keys = words[_DATA_KEY]
         found = np.empty(len(groups), np.uint32)
         left = np.ones(len(groups), dtype=bool)
         while left.any():  # one turn for each origin among them
             at = int(left.argmax())
             same = (groups == groups[at]) & (origin == origin[:, at : at + 1]).all(axis=0)
-            raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little")
+            same &= data_keys == data_keys[at]
+            raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little") + data_keys[at].tobytes()
             found[same] = self.number_of(raw)
             left &= ~same
         return found
 
     def number_of(self, raw: bytes) -> int:
-        """Return the number of the origin `raw`, 50 bytes: fingerprint, tenant, layer group. A new origin gets a new
-        number.
+        """Return the number of the origin `raw`, 58 bytes: fingerprint, tenant, layer group, number of the key. A new
+        origin gets a new number.
         """
         with self._lock:
             return self._numbers.setdefault(raw, len(self._numbers))
 
     def raw(self) -> list[bytes]:
-        """Return all origins in the order of their numbers, each as 50 bytes: fingerprint, tenant, layer group."""
+        """Return all origins in the order of their numbers, each as the 58 bytes of `number_of`."""
         return list(self._numbers)
 
     def named(self) -> list[BlockOrigin]:
-        return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:], "little")) for raw in self._numbers]
+        return [BlockOrigin(raw[32:48], raw[:32], int.from_bytes(raw[48:50], "little")) for raw in self._numbers]
+
+    def data_keys(self) -> list[bytes]:
+        """Return for each origin the number of the key that encrypts its blocks, 8 bytes; zeros if they are not
+        encrypted.
+        """
+        return [raw[50:] for raw in self._numbers]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
@@ -23,6 +24,9 @@ from kvstored.clients.tenants.peer import Peer
 from kvstored.config import TenantSection
 from kvstored.config.schema import PutSection
 from kvstored.store.blocks import Residency
+
+if TYPE_CHECKING:  # its library is in an extra
+    from kvstored.clients.tenants.data_keys import DataKeyFile
 
 MAX_NUMBERED_FINGERPRINTS = 65_536
 UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
@@ -92,6 +96,9 @@ class TenantDirectory:
         self._digests: list[bytes] = []  # by number
         self._families: dict[tuple[str, str, int], set[int]] = {}
         self._names = Names()
+        self.data_keys: DataKeyFile | None = None
+        self.encrypts_by_default = False
+        self._encrypts: dict[bytes, bool | None] = {}
         for name in self.keyring.bound():
             if self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -264,6 +271,11 @@ class TenantDirectory:
         tenant = self.by_digest(digest)
         return tenant.limits.remote if tenant is not None else ""
 
+    def encrypts(self, digest: bytes) -> bool:
+        """Return whether new blocks of the tenant with this `digest` are encrypted at rest. Any thread may call it."""
+        own = self._encrypts.get(digest)
+        return self.encrypts_by_default if own is None else own
+
     def number(self, name: str, residency: Residency) -> int:
         """Return the number that the block index uses for the tenant `name`. Raises KVStoreError if there is no such
         tenant.
@@ -383,4 +395,5 @@ class TenantDirectory:
             secret = hmac.new(self.keyring.secret, b"tenant\0" + identity.encode(), hashlib.sha256).digest()
             known = Tenant(section.name, digest, secret, section)
             self._tenants[section.name] = known
+            self._encrypts[digest] = section.encrypt
         return known

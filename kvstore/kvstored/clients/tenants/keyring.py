@@ -33,6 +33,7 @@ from kvstored.unsaved import RETRY_S, Unsaved
 
 log = logging.getLogger(__name__)
 failpoints.declare("keyring.secret-written", "a new secret is in place, no check value of it is")
+failpoints.declare("keys.written", "the keys at rest are replaced, the place of the former file is not overwritten")
 failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check value of the secret, the state has not")
 
 

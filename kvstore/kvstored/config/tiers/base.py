@@ -21,6 +21,7 @@ from kvstored.policy_names import FOR_STUDIES, POLICIES
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ChunkWitness
     from kvstore_tiers.base import Coding, Tier
+    from kvstore_tiers.nvme.data_keys import DataKeys
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
 AUTO, AUTO_CONTAINERS = "auto", 32
@@ -52,12 +53,14 @@ class Cluster:
 class Start:
     """The parameters for opening a tier. `witness` is notified of its memory, to keep it over a restart. `first_arena`
     and `first_chunk` are the first numbers for new arenas and for new chunks of device memory. `early_scan` is a scan
-    of the NVMe directory that has begun."""
+    of the NVMe directory that has begun. `keys` are the keys of encrypted blocks; with `encrypts` there may be any."""
 
     witness: ChunkWitness | None = None
     first_arena: int = 1
     first_chunk: int = 0  # the tier's own choice
     early_scan: EarlyRecordScan | None = None
+    keys: DataKeys | None = None
+    encrypts: bool = False
     cluster: Cluster | None = None
 
 
@@ -160,12 +163,12 @@ class CodedSection(TierSection):
         )
 
 
-def coding_of(codec: str, staging_bytes: int) -> Coding:
-    """Return the form that blocks have in a tier: the compression `codec`, with `staging_bytes` of memory for
-    encoding."""
+def coding_of(codec: str, staging_bytes: int, *, encrypts: bool = False) -> Coding:
+    """Return the form that blocks have in a tier: the compression `codec`, with `staging_bytes` of memory for encoding
+    and encrypting."""
     from kvstore_tiers.base import UNCODED, Coding
 
-    return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)
+    return UNCODED if codec == NO_CODEC and not encrypts else Coding(codec, staging_bytes)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:

@@ -78,7 +78,8 @@ class NvmeSection(CodedSection):
             quarantine_slots=self.quarantine_slots,
             name=self.name,
             early_scan=start.early_scan,
-            coding=coding_of(self.codec, self.codec_staging_bytes),
+            coding=coding_of(self.codec, self.codec_staging_bytes, encrypts=start.encrypts),
+            keys=start.keys,
         )
 
     @property

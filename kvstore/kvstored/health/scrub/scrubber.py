@@ -194,8 +194,8 @@ class Scrubber:
         if row < 0 or not residency.has(row, residency.durable):
             return
         if suspect["key"]:
-            named = (suspect["key"], int(suspect["generation"]))
-            if named != (residency.key(row).hex(), residency.slot(row, residency.durable).generation):
+            is_same = int(suspect["generation"]) == residency.slot(row, residency.durable).generation
+            if not is_same or not (suspect["is_encrypted"] or suspect["key"] == residency.key(row).hex()):
                 return  # another block is there by now
         token, slot = residency.token(row), residency.slot(row, residency.durable)
         outcome = await self._verification.verify(row)

@@ -37,7 +37,7 @@ _RECORDS_A_READ = 4096
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """A slot that may be damaged: its bytes differ from its record, or the record itself is damaged (then `key` is
-    empty)."""
+    empty). The key of an encrypted block is not the one that the daemon knows."""
 
     slab: int
     slot: int
@@ -45,6 +45,7 @@ class Suspect:
     generation: int
     key: str
     reason: str
+    is_encrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class SlabReader:
         if not reason or _record(record_fd, index) != record:
             return nbytes, None
         offset = superblock.slot_offset(index)
-        return nbytes, Suspect(self._number, index, offset, named.generation, named.key.hex(), reason)
+        return nbytes, Suspect(self._number, index, offset, named.generation, named.key.hex(), reason, bool(named.seal))
 
     def _suspect_record(self, superblock: Superblock, record_fd: int, index: int, record: bytes) -> Suspect | None:
         """Return a damaged record as a suspect, unless it is being written, or the slab is getting another geometry."""

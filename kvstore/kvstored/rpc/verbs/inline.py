@@ -57,6 +57,7 @@ class InlineCalls:
     def __init__(self, verbs: Verbs, delete: Delete, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs
         self._delete = delete
+        self.is_traced = bool(store.config.traces.endpoint)  # then a call's spans are below its caller's
         self._residency, self._retention = store.residency, store.retention
         self._host = store.host
         self._completions = store.completions

@@ -30,25 +30,32 @@ log = logging.getLogger(__name__)
 TokensOf = Callable[[int, bytes], bytes]
 
 
-def tokens_of(store: Store, tenant: int, key: bytes) -> bytes:
+def tokens_of(store: Store, encrypts: Callable[[bytes], bool], tenant: int, key: bytes) -> bytes:
     """Return the packed token ids of the block `key` of `tenant`, from its header in the mapped tier of `store`; empty
-    if it is not there."""
+    if it is not there, or if the tenant `encrypts` by its digest what is at rest."""
     residency = store.residency
     row = residency.find(tenant, key)
-    if row < 0 or not residency.has(row, residency.mapped):
+    if row < 0 or not residency.has(row, residency.mapped) or encrypts(bytes.fromhex(residency.tenants[tenant].name)):
         return b""
     return tokens_in(store.host.view(residency.slot(row, residency.mapped))[:HEADER_BYTES].tobytes())
 
 
 def recorded(
-    verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack, tokens_of: TokensOf = lambda tenant, key: b""
+    verbs: Verbs,
+    path: Path,
+    clock: Clock,
+    stack: AsyncExitStack,
+    tokens_of: TokensOf = lambda tenant, key: b"",
+    *,
+    hides_keys: bool = False,
 ) -> Verbs:
     """Return `verbs`, with a recording of all requests to the file `path`, which `stack` closes. `tokens_of` returns
-    the packed token ids to record of a stored block, by tenant number and key. If the file cannot be written, return
-    `verbs` without a recording. Raises FileExistsError if the file exists.
+    the packed token ids to record of a stored block, by tenant number and key. With `hides_keys` no key of a block is
+    in the file. If the file cannot be written, return `verbs` without a recording. Raises FileExistsError if the file
+    exists.
     """
     try:
-        recorder = Recorder(path, clock.monotonic_ns())
+        recorder = Recorder(path, clock.monotonic_ns(), hides_keys=hides_keys)
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise

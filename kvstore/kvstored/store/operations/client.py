@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.objects import OBJECTS
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import ResidencyView
 from kvstored.telemetry.flows import Process
@@ -60,6 +61,12 @@ class Client:
     device_tiers: TierSet = NO_TIERS  # on its device: a lease may be on their memory
     pool: str = ""  # the shared pool that `tenant` is, where the client belongs to another tenant
     may_write: bool = True  # False for a reader of a pool
+    counted_group: int = field(init=False)  # the layer group that has a block for each block of tokens; -1: no tokens
+
+    def __post_init__(self) -> None:
+        groups = self.fingerprint.groups
+        whole = next((each for each in groups if each.kind in ("full", "latent")), groups[0])
+        self.counted_group = -1 if self.fingerprint == OBJECTS else whole.group_id
 
     @property
     def account(self) -> str:

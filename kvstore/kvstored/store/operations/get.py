@@ -248,6 +248,8 @@ class Gets:
                     promoted[sources[at]] += 1
                     promoted_bytes += slot.nbytes
         self._counters.add("acquired_blocks", len(rows))
+        if asked.group == client.counted_group:
+            self._counters.add("acquired_tokens", len(rows) * client.fingerprint.block_tokens)
         self._flows.found(client, len(rows))
         if others:  # some may have been promoted past the mapped tier
             leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)

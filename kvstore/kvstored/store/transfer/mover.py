@@ -25,6 +25,9 @@ class LaneTransfer:
     done: Callable[[Outcome], None]
 
 
+Trace = Callable[[str, Priority, int, LaneTransfer], LaneTransfer]
+
+
 class Mover:
     """A component that runs all lanes (queues of copies between tiers): it starts the transfers that a lane allows, and
     looks at lanes again by timers. `lanes` has them by name."""
@@ -35,6 +38,7 @@ class Mover:
         self._clock = clock
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._pump_scheduled: set[str] = set()
+        self.trace: Trace | None = None  # takes the place of each transfer that comes
 
     def submit(
         self, lane_name: str, priority: Priority, nbytes: int, transfer: LaneTransfer, due_ns: int | None = None
@@ -43,6 +47,8 @@ class Mover:
         refusal. It starts on the next turn of the event loop at the earliest. Its caller stops waiting at `due_ns`
         (monotonic)."""
         lane = self.lanes[lane_name]
+        if self.trace is not None:
+            transfer = self.trace(lane_name, priority, nbytes, transfer)
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
             self._schedule(lane)

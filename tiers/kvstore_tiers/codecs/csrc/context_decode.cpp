@@ -3,21 +3,34 @@
 
 namespace {
 
-struct Reader {  // sixteen states, and the words that feed them
-  uint32_t states[kLanes];
-  const uint8_t *at, *end;
-  bool is_sound = true;
+struct Tables {
+  uint32_t* slots;  // code, frequency - 1 in 12 bits, place among the slots of its code in 12 bits
+  uint8_t is_there[kTables];
+};
 
-  // Decode a code for each lane of `active`, with the tables at `bases` in `slots`.
+struct Row {  // of one layer, by channel: tables, levels, marks of those that are not all zeros, and numbers
+  uint32_t* bases;
+  uint16_t *levels, *marks, *turns, *numbers;
+  int8_t* tokens;  // their levels
+};
+
+struct Layer {  // sixteen states, the words that feed them, and what they are decoded to
+  Words states;
+  const uint8_t *at, *end, *rest;  // words; the bits below the codes, and exceptions
+  uint8_t* numbers;
+  int64_t tail, exceptions;
+  int level;
+  bool is_sound;
+  Row row;
+
+  // Decode a code for each lane of `active`, with the tables at `bases` in `slots`, to the lowest bytes of the result.
   // `bases` then have the tables for the next token: those behind the signs of these codes.
-  inline void get(const uint32_t* slots, uint32_t* bases, uint32_t active, uint8_t* codes) {
+  __attribute__((always_inline)) inline Halves get(const uint32_t* slots, uint32_t* bases, uint32_t active) {
 #if defined(__AVX512F__)
     const __mmask16 lanes = (__mmask16)active;
-    __m512i state = _mm512_loadu_si512(states);
-    const __m512i base = _mm512_loadu_si512(bases);
+    const __m512i state = (__m512i)states, base = _mm512_loadu_si512(bases);
     const __m512i place = _mm512_add_epi32(_mm512_and_si512(state, _mm512_set1_epi32(kSlots - 1)), base);
     const __m512i slot = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, place, slots, 4);
-    _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(slot));
     const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(slot, kScale - 7), _mm512_set1_epi32(kSlots));
     _mm512_storeu_si512(bases, _mm512_or_si512(_mm512_andnot_si512(_mm512_set1_epi32(kSlots), base), sign));
     const __m512i share = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(slot, 8), _mm512_set1_epi32(4095)), _mm512_set1_epi32(1));
@@ -28,11 +41,12 @@ struct Reader {  // sixteen states, and the words that feed them
     if (end - at < 32) memcpy(some, at, end - at), from = (const uint8_t*)some;
     const __m512i words = _mm512_maskz_expand_epi32(low, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)));
     const __m512i fed = _mm512_or_si512(_mm512_slli_epi32(next, 16), words);
-    state = _mm512_mask_mov_epi32(state, lanes, _mm512_mask_mov_epi32(next, low, fed));
-    _mm512_storeu_si512(states, state);
+    states = (Words)_mm512_mask_mov_epi32(state, lanes, _mm512_mask_mov_epi32(next, low, fed));
     const int64_t used = 2 * __builtin_popcount(low);
     if (end - at < used) is_sound = false; else at += used;
+    return (Halves)_mm512_cvtepi32_epi16(slot);
 #else
+    Halves codes = {0};
     for (int lane = 0; lane < kLanes; lane++) {
       if (!(active >> lane & 1)) continue;
       const uint32_t slot = slots[bases[lane] + (states[lane] & (kSlots - 1))];
@@ -46,85 +60,93 @@ struct Reader {  // sixteen states, and the words that feed them
         }
         state = state << 16 | word;
       }
-      codes[lane] = (uint8_t)slot, states[lane] = state;
+      codes[lane] = (uint16_t)slot, states[lane] = state;
       bases[lane] = (bases[lane] & ~(uint32_t)kSlots) | (slot >> 7 & 1) << kScale;
     }
+    return codes;
 #endif
+  }
+
+  // Decode sixteen codes, or less, all with one table.
+  void get_all(const uint32_t* slots, int table, int64_t left, uint8_t* codes) {
+    uint32_t same[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) same[lane] = (uint32_t)table * kSlots;
+    const int count = left < kLanes ? (int)left : kLanes;
+    const Halves found = get(slots, same, (1u << count) - 1);
+    for (int lane = 0; lane < count; lane++) codes[lane] = (uint8_t)found[lane];
   }
 };
 
-// Sixteen numbers of their codes and the bits below.
-inline void join(int low, const uint8_t* codes, const int32_t* levels, const uint16_t* turns, const uint16_t* below, uint16_t* numbers) {
-  for (int lane = 0; lane < kLanes; lane++) {
-    const int32_t size = (codes[lane] & 127) - kZero + levels[lane];
-    numbers[lane] = (uint16_t)(((codes[lane] & 128) << 8 | ((uint32_t)size << low & 0x7fff) | below[lane]) ^ turns[lane]);
+// Decode the groups and levels of a tensor, which come first.
+void begin_tensor(const Layout& l, const Tables& tables, Layer& layer) {
+  const Row& row = layer.row;
+  uint8_t codes[kLanes];
+  for (int64_t first = 0; first < l.channels; first += kLanes) {
+    layer.get_all(tables.slots, kGroupTable, l.channels - first, codes);
+    for (int lane = 0; lane < kLanes; lane++) {
+      const bool is_used = first + lane < l.channels;
+      layer.is_sound = layer.is_sound && (!is_used || codes[lane] < kGroups);
+      row.bases[first + lane] = is_used && layer.is_sound ? (uint32_t)table_of(codes[lane]) * kSlots : 0;
+      row.turns[first + lane] = is_used && turned(codes[lane]) ? 0x8000 : 0;
+    }
+  }
+  for (int64_t first = 0; first < l.channels; first += kLanes) {
+    layer.get_all(tables.slots, kLevelTable, l.channels - first, codes);
+    for (int lane = 0; lane < kLanes && first + lane < l.channels; lane++) {
+      const bool is_living = codes[lane] != 0x80;
+      row.levels[first + lane] = (uint16_t)((is_living ? layer.level + (int8_t)codes[lane] * kStep : 0) - kZero);
+      row.marks[first + lane] = is_living ? 0xffff : 0;
+    }
+  }
+  for (int64_t first = 0; first < l.t.tokens; first += kLanes) {
+    layer.get_all(tables.slots, kTokenTable, l.t.tokens - first, (uint8_t*)row.tokens + first);
   }
 }
 
-struct Tables {
-  uint32_t* slots;  // code, frequency - 1 in 12 bits, place among the slots of its code in 12 bits
-  uint8_t is_there[kTables];
-};
-
-struct Scratch {  // of one row: tables and levels by channel, and the numbers
-  uint32_t* bases;
-  int32_t* levels;
-  uint16_t *turns, *row;
-};
-
-// Decode a tensor of one layer, whose bits below the codes are at `plane`, but for the last `tail` chunks, and whose
-// exceptions follow them.
-bool decode_tensor(int low, const Layout& l, const Tables& tables, Reader& reader, int32_t level, const uint8_t* plane,
-                   int64_t tail, int64_t exceptions, uint8_t* layer, const Scratch& scratch) {
+// Decode the numbers of a tensor of kCount layers side by side: each waits for its own states alone.
+template <int kLow, int kCount>
+void decode_numbers(const Layout& l, const uint32_t* slots, Layer* layers) {
   static const uint8_t kNothing[2 * 8] = {0};
-  const int64_t last = l.t.tokens * l.chunks - tail;
-  if (!tables.is_there[kGroupTable] || !tables.is_there[kLevelTable]) return false;
-  uint32_t same[kLanes];
-  uint8_t codes[kLanes] = {0};
-  for (int64_t chunk = 0; chunk < l.chunks; chunk++) {
-    for (int lane = 0; lane < kLanes; lane++) same[lane] = kGroupTable * kSlots;
-    const uint32_t active = l.active(chunk);
-    reader.get(tables.slots, same, active, codes);
-    for (int lane = 0; lane < kLanes; lane++) {
-      const bool is_used = active >> lane & 1;
-      const int table = table_of(codes[lane]);
-      if (is_used && codes[lane] >= kGroups) return false;
-      scratch.bases[chunk * kLanes + lane] = is_used ? table * kSlots : 0;
-      scratch.turns[chunk * kLanes + lane] = (uint16_t)(turned(codes[lane]) << 15);
-    }
-  }
-  for (int64_t chunk = 0; chunk < l.chunks; chunk++) {
-    for (int lane = 0; lane < kLanes; lane++) same[lane] = kLevelTable * kSlots;
-    reader.get(tables.slots, same, l.active(chunk), codes);
-    for (int lane = 0; lane < kLanes; lane++) {
-      scratch.levels[chunk * kLanes + lane] = codes[lane] == 0x80 ? 0 : level + (int8_t)codes[lane] * kStep;
-    }
-  }
+  const int64_t last = l.t.tokens * l.chunks - layers[0].tail;
+  Layer each[kCount];
+  for (int number = 0; number < kCount; number++) each[number] = layers[number];
   for (int64_t token = 0; token < l.t.tokens; token++) {
     for (int64_t chunk = 0; chunk < l.chunks; chunk++) {
       const bool is_there = token * l.chunks + chunk < last;
-      uint16_t below[kLanes];
-      uint32_t* bases = scratch.bases + chunk * kLanes;
-      reader.get(tables.slots, bases, l.active(chunk), codes);
-      get_low(low, is_there ? plane : kNothing, below);
-      plane += is_there ? 2 * low : 0;
-      join(low, codes, scratch.levels + chunk * kLanes, scratch.turns + chunk * kLanes, below, scratch.row + chunk * kLanes);
+      const uint32_t active = l.active(chunk);
+      for (int number = 0; number < kCount; number++) {
+        Layer& layer = each[number];
+        const int64_t first = chunk * kLanes;
+        Halves levels, marks, turns;
+        const Halves codes = layer.get(slots, layer.row.bases + first, active);
+        const Halves lows = get_low(kLow, is_there ? layer.rest : kNothing);
+        layer.rest += is_there ? 2 * kLow : 0;
+        memcpy(&levels, layer.row.levels + first, 32);
+        memcpy(&marks, layer.row.marks + first, 32), memcpy(&turns, layer.row.turns + first, 32);
+        const Halves size = (codes & 127) + levels + (marks & (uint16_t)(layer.row.tokens[token] * kStep));
+        const Halves found = ((codes & 128) << 8 | (size << kLow & 0x7fff) | lows) ^ turns;
+        memcpy(layer.row.numbers + first, &found, 32);
+      }
     }
-    write_row(l, layer, token, scratch.row);
+    for (int number = 0; number < kCount; number++) write_row(l, each[number].numbers, token, each[number].row.numbers);
   }
-  for (int64_t number = 0; number < exceptions; number++, plane += 6) {
+  for (int number = 0; number < kCount; number++) layers[number] = each[number];
+}
+
+bool put_exceptions(const Layout& l, Layer& layer) {
+  for (int64_t number = 0; number < layer.exceptions; number++, layer.rest += 6) {
     uint32_t place;
-    memcpy(&place, plane, 4);
+    memcpy(&place, layer.rest, 4);
     if (place >= l.numbers) return false;
     const int64_t token = place / l.channels, channel = place % l.channels;
-    uint8_t* to = layer + l.t.offset + token * l.t.token_stride + channel / l.t.width * l.t.head_stride;
-    memcpy(to + channel % l.t.width * 2, plane + 4, 2);
+    uint8_t* to = layer.numbers + l.t.offset + token * l.t.token_stride + channel / l.t.width * l.t.head_stride;
+    memcpy(to + channel % l.t.width * 2, layer.rest + 4, 2);
   }
-  return reader.is_sound;
+  return true;
 }
 
 // Add the bits below the last codes, which are what the states began with. False if they cannot have.
-bool end_states(int low, const Layout& last, const uint32_t* states, uint8_t* layer) {
+bool end_states(int low, const Layout& last, const Words& states, uint8_t* layer) {
   const int64_t tail = tail_chunks(low, last), all = last.t.tokens * last.chunks;
   uint16_t words[kLanes];
   for (int lane = 0; lane < kLanes; lane++) {
@@ -132,8 +154,7 @@ bool end_states(int low, const Layout& last, const uint32_t* states, uint8_t* la
     words[lane] = (uint16_t)states[lane];
   }
   for (int64_t at = all - tail; at < all; at++) {
-    uint16_t below[kLanes];
-    get_low(low, (const uint8_t*)words + (at - all + tail) * 2 * low, below);
+    const Halves below = get_low(low, (const uint8_t*)words + (at - all + tail) * 2 * low);
     for (int lane = 0; lane < kLanes && last.active(at % last.chunks) >> lane & 1; lane++) {
       const int64_t channel = at % last.chunks * kLanes + lane;
       uint8_t* to = layer + last.t.offset + at / last.chunks * last.t.token_stride + channel / last.t.width * last.t.head_stride;
@@ -146,30 +167,54 @@ bool end_states(int low, const Layout& last, const uint32_t* states, uint8_t* la
   return true;
 }
 
-// Decode one layer from the `size` bytes at `from`.
-bool decode_layer(int low, const Tensor* tensors, int64_t count, const Tables* tables, const uint8_t* from, int64_t size,
-                  uint8_t* layer, const Scratch& scratch) {
-  uint32_t words_bytes;
-  const int64_t head_bytes = 4 + 6 * count + 64;
-  if (size < head_bytes) return false;
-  memcpy(&words_bytes, from, 4);
-  int64_t at = head_bytes + words_bytes;
-  if (words_bytes % 2 || at > size) return false;
-  Reader reader;
-  memcpy(reader.states, from + head_bytes - 64, 64);
-  reader.at = from + head_bytes, reader.end = from + at;
-  for (int64_t number = 0; number < count; number++) {
-    const Layout l(tensors[number]);
-    uint32_t exceptions;
-    uint16_t level;
-    memcpy(&exceptions, from + 4 + 6 * number, 4), memcpy(&level, from + 8 + 6 * number, 2);
-    const int64_t tail = number == count - 1 ? tail_chunks(low, l) : 0;
-    const int64_t rest = l.plane_bytes(low) - tail * 2 * low + 6 * (int64_t)exceptions;
-    if (rest > size - at) return false;
-    if (!decode_tensor(low, l, tables[number], reader, level, from + at, tail, exceptions, layer, scratch)) return false;
-    at += rest;
+constexpr int kTogether = 2;  // layers: each step of one waits for the step before
+
+// Decode `count` layers, 1 or kTogether, the bytes of which begin at `places` in `stored`.
+bool decode_layers(int low, const Tensor* tensors, int64_t tensor_count, const Tables* tables, const uint8_t* stored,
+                   const int64_t* places, int count, uint8_t* payload, int64_t layer_bytes, const Row* rows) {
+  Layer layers[kTogether];
+  const uint8_t* heads[kTogether];
+  const int64_t head_bytes = 4 + 6 * tensor_count + 64;
+  for (int number = 0; number < count; number++) {
+    Layer& layer = layers[number];
+    const uint8_t* from = heads[number] = stored + places[number];
+    const int64_t size = places[number + 1] - places[number];
+    uint32_t words_bytes;
+    if (size < head_bytes) return false;
+    memcpy(&words_bytes, from, 4);
+    if (words_bytes % 2 || words_bytes > size - head_bytes) return false;
+    memcpy(&layer.states, from + head_bytes - 64, 64);
+    layer.at = from + head_bytes, layer.rest = layer.end = layer.at + words_bytes;
+    layer.numbers = payload + number * layer_bytes, layer.row = rows[number], layer.is_sound = true;
   }
-  return at == size && end_states(low, Layout(tensors[count - 1]), reader.states, layer);
+  for (int64_t at = 0; at < tensor_count; at++) {
+    const Layout l(tensors[at]);
+    if (!tables[at].is_there[kGroupTable] || !tables[at].is_there[kLevelTable] || !tables[at].is_there[kTokenTable]) return false;
+    for (int number = 0; number < count; number++) {
+      Layer& layer = layers[number];
+      uint32_t exceptions;
+      uint16_t level;
+      memcpy(&exceptions, heads[number] + 4 + 6 * at, 4), memcpy(&level, heads[number] + 8 + 6 * at, 2);
+      layer.tail = at == tensor_count - 1 ? tail_chunks(low, l) : 0, layer.exceptions = exceptions, layer.level = level;
+      const int64_t rest = l.plane_bytes(low) - layer.tail * 2 * low + 6 * layer.exceptions;
+      if (rest > stored + places[number + 1] - layer.rest) return false;
+      begin_tensor(l, tables[at], layer);
+    }
+    if (low == 8) {
+      count == 1 ? decode_numbers<8, 1>(l, tables[at].slots, layers) : decode_numbers<8, kTogether>(l, tables[at].slots, layers);
+    } else {
+      count == 1 ? decode_numbers<5, 1>(l, tables[at].slots, layers) : decode_numbers<5, kTogether>(l, tables[at].slots, layers);
+    }
+    for (int number = 0; number < count; number++) {
+      if (!put_exceptions(l, layers[number]) || !layers[number].is_sound) return false;
+    }
+  }
+  bool is_sound = true;
+  for (int number = 0; number < count; number++) {
+    is_sound = is_sound && layers[number].rest == stored + places[number + 1] &&
+               end_states(low, Layout(tensors[tensor_count - 1]), layers[number].states, layers[number].numbers);
+  }
+  return is_sound;
 }
 
 bool read_tables(BitReader& bits, Tables& tables) {
@@ -195,28 +240,33 @@ bool read_tables(BitReader& bits, Tables& tables) {
 extern "C" int64_t kv_context_decode(int64_t low, const Tensor* tensors, int64_t count, const uint8_t* tables,
                                      int64_t tables_bytes, const uint8_t* stored, const int64_t* places, int64_t layers,
                                      uint8_t* payload, int64_t layer_bytes, uint8_t* work, int64_t work_bytes) {
-  int64_t widest = 0;
+  int64_t widest = 0, tokens = 0;
   for (int64_t at = 0; at < count; at++) {
     const int64_t channels = Layout(tensors[at]).chunks * kLanes;
-    widest = channels > widest ? channels : widest;
+    widest = channels > widest ? channels : widest, tokens = tensors[at].tokens > tokens ? tensors[at].tokens : tokens;
   }
   Memory memory = {work, work_bytes};
   Tables* read = memory.take<Tables>(count);
   uint32_t* slots = memory.take<uint32_t>(count * kTables * kSlots);
-  uint32_t* bases = memory.take<uint32_t>(widest * 4);
-  int64_t answer = read && slots && bases ? 0 : -2;
+  Row rows[kTogether];
+  bool is_enough = read && slots;
+  for (Row& row : rows) {
+    row.bases = memory.take<uint32_t>(widest), row.levels = memory.take<uint16_t>(widest);
+    row.marks = memory.take<uint16_t>(widest), row.turns = memory.take<uint16_t>(widest);
+    row.numbers = memory.take<uint16_t>(widest), row.tokens = memory.take<int8_t>(tokens + kLanes);
+    is_enough = is_enough && row.bases && row.levels && row.marks && row.turns && row.numbers && row.tokens;
+  }
+  int64_t answer = is_enough ? 0 : -2;
   BitReader bits = {tables, tables + tables_bytes};
   for (int64_t at = 0; at < count && !answer; at++) {
     read[at].slots = slots + at * kTables * kSlots;
     if (!read_tables(bits, read[at])) answer = -1;
   }
-  const Scratch scratch = {bases, (int32_t*)(bases + widest), (uint16_t*)(bases + 2 * widest), (uint16_t*)(bases + 3 * widest)};
-  for (int64_t layer = 0; layer < layers && !answer; layer++) {
-    const uint8_t* from = stored + places[layer];
-    if (!decode_layer((int)low, tensors, count, read, from, places[layer + 1] - places[layer], payload + layer * layer_bytes,
-                      scratch)) {
-      answer = -1;
-    }
+  for (int64_t layer = 0; layer < layers && !answer;) {
+    const int together = layers - layer < kTogether ? 1 : kTogether;
+    const bool is_sound = decode_layers((int)low, tensors, count, read, stored, places + layer, together,
+                                        payload + layer * layer_bytes, layer_bytes, rows);
+    answer = is_sound ? 0 : -1, layer += together;
   }
   return answer;
 }

@@ -1,7 +1,7 @@
 // Layers of 16-bit floats by rANS, in the context of the channel: for context.py, which describes the form.
 //
-// The code of a number is its sign, exponent and two bits of the fraction, less the level of its channel; the bits below
-// are stored. A channel belongs to a group, by how its numbers spread and how one-sided their signs are; each group has
+// The code of a number is its sign, exponent and two bits of the fraction, less the levels of its channel and its token;
+// the bits below are stored. A channel belongs to a group, by how its numbers spread and how one-sided their signs are; each group has
 // a table of frequencies. Sixteen states work side by side, one for each of sixteen neighbouring channels, so that a row
 // decodes as a vector. The order of operations is the form: scalar and vector code give the same bytes.
 #pragma once
@@ -15,8 +15,9 @@ struct Tensor {  // as shapes.py has it
 };
 
 constexpr int kGroups = 21, kShared = 24;      // groups; tables that they share, for either sign before
-constexpr int kGroupTable = kShared, kLevelTable = kShared + 1, kTables = kShared + 2;
+constexpr int kGroupTable = kShared, kLevelTable = kShared + 1, kTokenTable = kShared + 2, kTables = kShared + 3;
 constexpr int kStep = 2;                              // of levels: half an octave
+constexpr int kMostToken = 60;                        // of the level of a token, in steps either way
 constexpr int kZero = 103;                            // the code of a number on the level; code 0 is an exception
 constexpr uint32_t kLeast = 1 << 16;                  // of a state
 
@@ -46,9 +47,12 @@ inline int64_t tail_chunks(int low, const Layout& last) {
   return last.t.tokens * last.chunks > most ? most : 0;
 }
 
-void read_row(const Layout& l, const uint8_t* layer, int64_t token, uint16_t* row) {
+// The numbers of a token, copied to `row` where heads are apart.
+const uint16_t* row_of(const Layout& l, const uint8_t* layer, int64_t token, uint16_t* row) {
   const uint8_t* from = layer + l.t.offset + token * l.t.token_stride;
+  if (l.t.heads == 1 && (uintptr_t)from % 2 == 0) return (const uint16_t*)from;
   for (int64_t head = 0; head < l.t.heads; head++) memcpy(row + head * l.t.width, from + head * l.t.head_stride, l.t.width * 2);
+  return row;
 }
 
 void write_row(const Layout& l, uint8_t* layer, int64_t token, const uint16_t* row) {
@@ -68,15 +72,27 @@ void put_low(int low, const uint16_t* row, uint8_t* to) {
   memcpy(to + 8, &bits, 2);
 }
 
-void get_low(int low, const uint8_t* from, uint16_t* row) {
+Halves get_low(int low, const uint8_t* from) {
+#if defined(__AVX512F__)
+  if (low == 8) return (Halves)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+  const __m128i nibbles = _mm_loadl_epi64((const __m128i*)from), lowest = _mm_set1_epi8(15);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(nibbles, 4), lowest);
+  uint16_t bits;
+  memcpy(&bits, from + 8, 2);
+  const __m256i fours = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(_mm_and_si128(nibbles, lowest), high));
+  return (Halves)_mm256_or_si256(fours, _mm256_maskz_set1_epi16(bits, 16));
+#else
+  Halves row;
   if (low == 8) {
     for (int lane = 0; lane < kLanes; lane++) row[lane] = from[lane];
-    return;
+    return row;
   }
   uint16_t bits;
   memcpy(&bits, from + 8, 2);
   for (int lane = 0; lane < 8; lane++) row[lane] = from[lane] & 15, row[lane + 8] = from[lane] >> 4;
   for (int lane = 0; lane < kLanes; lane++) row[lane] |= (uint16_t)((bits >> lane & 1) << 4);
+  return row;
+#endif
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kScale = 12, kSlots = 1 << kScale;      // the sum of the frequencies of a table
+constexpr int kScale = 11, kSlots = 1 << kScale;      // the sum of the frequencies of a table
 constexpr int kLevels = 4;                            // frequencies are stored as logarithms, so many to an octave
 
 struct Frequencies {

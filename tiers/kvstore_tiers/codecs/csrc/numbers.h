@@ -23,6 +23,30 @@ static inline Floats most(Floats a, Floats b) { return (Floats)_mm512_max_ps((__
 static inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
 static inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
 #endif
+static inline Words greater(Words a, Words b) { return a > b ? a : b; }
+static inline Halves greater(Halves a, Halves b) {
+#if defined(__AVX2__)
+  return (Halves)_mm256_max_epu16((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+static inline uint32_t greatest(Words a) {
+  uint32_t found = 0;
+  for (int lane = 0; lane < kLanes; lane++) found = a[lane] > found ? a[lane] : found;
+  return found;
+}
+static inline uint32_t greatest(Halves a) {
+#if defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)a), high = _mm256_extracti128_si256((__m256i)a, 1);
+  const __m128i least_of = _mm_xor_si128(_mm_max_epu16(low, high), _mm_set1_epi16(-1));
+  return 0xffff & ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(least_of));
+#else
+  uint32_t found = 0;
+  for (int lane = 0; lane < kLanes; lane++) found = a[lane] > found ? a[lane] : found;
+  return found;
+#endif
+}
 static inline Floats magnitude(Floats a) {
   Words bits;
   memcpy(&bits, &a, sizeof bits);
@@ -30,9 +54,6 @@ static inline Floats magnitude(Floats a) {
   memcpy(&a, &bits, sizeof bits);
   return a;
 }
-// To the nearest whole number, ties to even, for what is below 2^22.
-static inline Floats rounded(Floats a) { return (a + 12582912.0f) - 12582912.0f; }
-
 // Conversions between widths, which compilers do number by number unless they are told.
 static inline Words words_of(const uint8_t* from) {  // 16 unsigned numbers of 16 bits
 #if defined(__AVX512F__)
@@ -70,20 +91,22 @@ static inline Floats floats_of_chars(Chars chars) {
 #endif
 }
 
-static inline Chars chars_of_floats(Floats whole) {  // whole numbers between -128 and 127
+// The lowest bytes of sixteen words.
+static inline Octets low_octets(Floats numbers) {
 #if defined(__AVX512F__)
-  return (Chars)_mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)whole));
+  return (Octets)_mm512_cvtepi32_epi8((__m512i)numbers);
 #elif defined(__AVX2__)
-  __m256 low, high;
-  memcpy(&low, &whole, 32);
-  memcpy(&high, (char*)&whole + 32, 32);
-  __m256i halves = _mm256_packs_epi32(_mm256_cvttps_epi32(low), _mm256_cvttps_epi32(high));
+  const __m256i lowest = _mm256_set1_epi32(255);
+  __m256i low, high;
+  memcpy(&low, &numbers, 32);
+  memcpy(&high, (char*)&numbers + 32, 32);
+  __m256i halves = _mm256_packus_epi32(_mm256_and_si256(low, lowest), _mm256_and_si256(high, lowest));
   halves = _mm256_permute4x64_epi64(halves, 0xd8);
-  return (Chars)_mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  return (Octets)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 #else
-  Chars found;
-  for (int lane = 0; lane < kLanes; lane++) found[lane] = (int8_t)whole[lane];
-  return found;
+  Words words;
+  memcpy(&words, &numbers, 64);
+  return __builtin_convertvector(words, Octets);
 #endif
 }
 
@@ -117,6 +140,13 @@ static inline uint16_t half_of_float(float value) {  // a finite one
     return sign | (uint16_t)(bits - 0x3f000000u);
   }
   return sign | (uint16_t)((bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13);
+}
+
+constexpr int kPast = 32;
+static inline void fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
 }
 
 template <int kType>
@@ -172,6 +202,19 @@ struct Number {
       memcpy(to, halves, 32);
 #endif
     }
+  }
+
+  // Store past the caches, so that the memory is not read first; `fence` follows. `to` is a multiple of kPast.
+  static inline void store_past(uint8_t* to, Floats numbers) {
+#if defined(__AVX2__)
+    uint8_t room[64];
+    store(room, numbers);
+    for (int at = 0; at < kLanes * kBytes; at += kPast) {
+      _mm256_stream_si256((__m256i*)(to + at), _mm256_loadu_si256((const __m256i*)(room + at)));
+    }
+#else
+    store(to, numbers);
+#endif
   }
 
   // What `store` and `load` would leave of numbers that are not above kMost: rounded to the type.

@@ -9,6 +9,9 @@ struct Tensor {  // as shapes.py has it
   int64_t kind, type, offset, tokens, heads, width, token_stride, head_stride;
 };
 
+template <int kBits>
+constexpr int64_t kGroup = kBits == 8 ? 64 : 32;  // tokens that share the scales of K
+
 constexpr float kFar = 0.4f;  // of the largest number: what is below needs no clamp
 
 struct Places {  // of scales, offsets and small numbers in a coded tensor

@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr int64_t kLarge = 1 << 20;  // what a cache next to a core would not hold
+
 void unpack(const uint8_t* from, int64_t count, uint8_t* small) {
   for (int64_t at = 0; at < count / 2; at++) {
     small[2 * at] = from[at] & 15;
@@ -24,7 +26,12 @@ inline Floats number_of(const uint8_t* octets, const float* scale, const float* 
   return floats_of_chars(chars) * by + plus;
 }
 
-template <int kType, int kBits>
+template <int kType, bool kIsPast>
+inline void put(uint8_t* to, Floats numbers) {
+  kIsPast ? Number<kType>::store_past(to, numbers) : Number<kType>::store(to, numbers);
+}
+
+template <int kType, int kBits, bool kIsPast>
 void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
   constexpr int kBytes = Number<kType>::kBytes;
   const Places places(kBits, t, kBytes);
@@ -75,11 +82,11 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
         for (int64_t at = 0; at < whole; at += kLanes) {
           Chars chars;
           memcpy(&chars, octets + at, kLanes);
-          Number<kType>::store(to + at * kBytes, floats_of_chars(chars) * one_scale);
+          put<kType, kIsPast>(to + at * kBytes, floats_of_chars(chars) * one_scale);
         }
       } else if (!is_far) {
         for (int64_t at = 0; at < whole; at += kLanes) {
-          Number<kType>::store(to + at * kBytes, number_of<kBits>(octets + at, by + at, plus + at));
+          put<kType, kIsPast>(to + at * kBytes, number_of<kBits>(octets + at, by + at, plus + at));
         }
       } else {
         for (int64_t at = 0; at < whole; at += kLanes) {
@@ -97,14 +104,23 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
   }
 }
 
-template <int kBits>
+template <int kBits, bool kIsPast>
 void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
   if (t.type == kF16) {
-    decode<kF16, kBits>(t, coded, numbers, small, rows);
+    decode<kF16, kBits, kIsPast>(t, coded, numbers, small, rows);
   } else if (t.type == kBF16) {
-    decode<kBF16, kBits>(t, coded, numbers, small, rows);
+    decode<kBF16, kBits, kIsPast>(t, coded, numbers, small, rows);
   } else {
-    decode<kF32, kBits>(t, coded, numbers, small, rows);
+    decode<kF32, kBits, kIsPast>(t, coded, numbers, small, rows);
+  }
+}
+
+template <int kBits>
+void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows, bool is_large) {
+  if (is_large && ((uintptr_t)numbers | t.token_stride | t.head_stride) % kPast == 0) {
+    decode_any<kBits, true>(t, coded, numbers, small, rows);
+  } else {
+    decode_any<kBits, false>(t, coded, numbers, small, rows);
   }
 }
 
@@ -116,6 +132,7 @@ extern "C" int64_t kv_dequantise(int64_t bits, const Tensor* tensors, int64_t co
   const int64_t widest = widest_of(tensors, count);
   uint8_t* small = (uint8_t*)malloc(widest + 2 * widest * 4 + 64);
   if (!small) return -1;
+  const bool is_large = layers * layer_bytes >= kLarge;
   float* rows = (float*)(small + (widest + 63) / 64 * 64);
   for (int64_t number = 0; number < layers; number++, payload += layer_bytes, coded += coded_bytes) {
     const uint8_t* from = coded;
@@ -123,13 +140,14 @@ extern "C" int64_t kv_dequantise(int64_t bits, const Tensor* tensors, int64_t co
       const Tensor t = merged(tensors[at]);
       uint8_t* to = payload + t.offset;
       if (bits == 8) {
-        decode_any<8>(t, from, to, small, rows);
+        decode_any<8>(t, from, to, small, rows, is_large);
       } else {
-        decode_any<4>(t, from, to, small, rows);
+        decode_any<4>(t, from, to, small, rows, is_large);
       }
       from += Places((int)bits, t, t.type == kF32 ? 4 : 2).nbytes((int)bits, t.tokens);
     }
   }
+  fence();
   free(small);
   return 0;
 }
