@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import Residency
-from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.listing import tokens_of
+from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.tier_set import holding

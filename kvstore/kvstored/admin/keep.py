@@ -105,7 +105,6 @@ class Keeping:
                 tokens.append(residency.token(row))
         return tokens
 
-
     async def _below(self, row: int) -> list[int]:
         """Return tokens of the stored blocks that continue the block at `row`."""
         residency, columns = self._residency, self._residency.rows

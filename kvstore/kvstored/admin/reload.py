@@ -121,7 +121,6 @@ class Reload:
         self.config = _merged(self.config, config, applied)
         return reply
 
-
     def _with_orders(self, config: Config) -> Config:
         orders = self._orders()
         try:
