@@ -38,13 +38,13 @@ class Keeping:
             raise KVStoreError(ErrorKind.INVALID, "name the tenant whose blocks are meant (see: kvctl tenants)")
         if request.all + bool(request.model) + bool(request.key_prefix) != 1:
             raise KVStoreError(ErrorKind.INVALID, "say which blocks by one of: a key, a model, all")
-        terms, retention, residency = terms_of(request.terms), self._store.retention, self._residency
+        terms = terms_of(request.terms)
         if terms == NO_TERMS:
             raise KVStoreError(ErrorKind.INVALID, "say what is to hold: the owner of a pin, or a time to live")
         wanted = pb.BlocksRequest(tenant=request.tenant, model=request.model, key_prefix=request.key_prefix)
         tenant = self._blocks.selection(wanted).tenant
         assert tenant is not None
-        retention.check(tenant, terms, 0)
+        self._store.retention.check(tenant, terms, 0)
         async with self._turn:
             tokens = await self._selected(wanted, below=request.below)
             let_go = await self._hold(tenant, terms, tokens)

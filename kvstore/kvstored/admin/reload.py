@@ -126,8 +126,8 @@ class Reload:
         try:
             return with_orders(config, orders)
         except ConfigError as error:
-            said = f"{error} (kvctl tenants set has settings of {', '.join(sorted(orders))}: reset what contradicts the file)"
-            raise ConfigError(said) from None
+            said = f"kvctl tenants set has settings of {', '.join(sorted(orders))}: reset what contradicts the file"
+            raise ConfigError(f"{error} ({said})") from None
 
 
 def differences(before: Config, after: Config) -> Iterator[Difference]:

@@ -3,8 +3,8 @@
 A version is part of a block's identity: the engine names it in its fingerprint, from which the keys start, so on every
 node, and in every remote store that nodes share, no key of one version is a key of another. That alone makes stale hits
 impossible; nothing depends on this module's memory. The module knows the newest version of each namespace, which a bump
-or a client's hello raises and nothing lowers. It refuses clients of older versions, ends their sessions, lets the
-puts that have begun end, and removes their blocks, pinned and leased ones too. A reader that has a lease keeps the bytes.
+or a client's hello raises and nothing lowers. It refuses clients of older versions, ends their sessions, lets the puts
+that have begun end, and removes their blocks, pinned and leased ones too. A reader that has a lease keeps the bytes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class WeightVersions:
         return sorted(key[len(first) :].decode() for key in self._orders.entries[WEIGHTS] if key.startswith(first))
 
     def admit(self, tenant: Tenant, fingerprint: Fingerprint, *, may_write: bool = True) -> None:
-        """Note the version with which a client of `tenant` computes, if it `may_write`: a pool's reader makes no version
-        the newest. Raises KVStoreError if there is a newer one, or for one namespace too many."""
+        """Note the version with which a client of `tenant` computes, if it `may_write`: a pool's reader makes no
+        version the newest. Raises KVStoreError if there is a newer one, or for one namespace too many."""
         weights, version = fingerprint.weights, fingerprint.weights_version
         if not weights or version == (newest := self.newest(tenant, weights)):
             return
@@ -137,8 +137,8 @@ class WeightVersions:
             return
         raise KVStoreError(
             ErrorKind.TOO_LARGE,
-            f"tenant {tenant.name} has {MOST_NAMESPACES} namespaces of weights, no more can be: use one of them, with a "
-            "newer version",
+            f"tenant {tenant.name} has {MOST_NAMESPACES} namespaces of weights, no more can be: use one of them, with "
+            "a newer version",
         )
 
     def _end_older(self, tenant: Tenant, weights: str) -> int:

@@ -127,11 +127,9 @@ class Pins:
         of one `part` of them."""
         bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
         column = self._residency.rows.optional.view("pinned_by")
-        rows = (
-            np.empty(0, np.int64)
-            if column is None
-            else np.flatnonzero(column[part] & np.uint32(bits)) + (part.start or 0)
-        )
+        if column is None:
+            return []
+        rows = np.flatnonzero(column[part] & np.uint32(bits)) + (part.start or 0)
         found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
         return found
 

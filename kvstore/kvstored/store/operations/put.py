@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
