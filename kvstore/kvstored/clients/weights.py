@@ -183,8 +183,16 @@ class WeightVersions:
                 await store.writeback.sync()
             await store.sync_keyed()
         if not left:
-            tenants.forget_fingerprints(older)
+            tenants.forget_fingerprints(digest for digest in older if self._is_older_for_all(digest))
         return blocks, nbytes
+
+    def _is_older_for_all(self, digest: bytes) -> bool:
+        """Return whether no tenant computes with the weights of the fingerprint `digest` any more."""
+        fingerprint = self._tenants.fingerprint(digest)
+        if fingerprint is None:
+            return False
+        with_it = [tenant for tenant in self._tenants.all() if self.newest(tenant, fingerprint.weights)]
+        return all(self.is_older(tenant, fingerprint) for tenant in with_it)
 
 
 def _key(tenant: Tenant, weights: str) -> bytes:

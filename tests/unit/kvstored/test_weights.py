@@ -84,3 +84,28 @@ def test_namespaces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (await ours.bump(tenant, "made-up-0")).version == 2
 
     scenario(tmp_path)
+
+
+def test_a_bump_of_one_tenant_leaves_another_that_computes_with_the_version(tmp_path: Path) -> None:
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        ours, tenant = versions(driven, tmp_path)
+        client, directory = driven.client, ours._tenants
+        other = directory.named("uid-8")
+        assert other is not None
+        residency = driven.small.residency
+        theirs = driven.new_client(2)
+        theirs.tenant, theirs.tenant_id = other, residency.tenant(other.index_name)
+        theirs.fingerprint, theirs.fingerprint_digest = client.fingerprint, client.fingerprint_digest
+        theirs.fingerprint_id = client.fingerprint_id
+        for each in (client, theirs):
+            await driven.put(keys_of(each.session_id, 3), DurabilityMode.NONE, each)
+        ours.admit(tenant, client.fingerprint)
+        ours.admit(other, client.fingerprint)
+        assert (await ours.bump(tenant, "policy", 2)).blocks == 3
+        assert residency.tenant_blocks(theirs.tenant_id) == 3
+        assert directory.fingerprint(client.fingerprint_digest) is not None, "the other's blocks still have a name"
+        assert (await ours.bump(other, "policy", 2)).blocks == 3
+        assert directory.fingerprint(client.fingerprint_digest) is None
+
+    scenario(tmp_path)
