@@ -217,9 +217,7 @@ def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> 
     assert missed[2:] == [([], other)], "of another request"
 
 
-def hinted(
-    shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint, session: Any = SESSION
-) -> pb.HintReply:
+def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint, session: Any = SESSION) -> pb.HintReply:
     """The answer to a hint."""
     store, operations = store_of(shelf, policy, now_ns), MagicMock()
     operations.hints = Hints(store)
