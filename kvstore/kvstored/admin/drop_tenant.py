@@ -1,8 +1,9 @@
 """Removal of a tenant by an operator: nothing readable of it is left on the medium, and the answer shows that.
 
 The key goes first: from then on nothing that it encrypted can be read, nor what is still written for the tenant until
-the removal ends. After a crash in between the next start withdraws what no key opens. Blocks of before the tenant had a key are freed as any others, and
-their bytes stay until they are overwritten: they are counted.
+the removal ends. After a crash in between the next start withdraws what no key opens. Blocks of before the tenant had a
+key are freed as any others, and their bytes stay until they are overwritten. They are counted by their slots' headers:
+not counted are bytes behind a shorter block, in a slab that was cut anew or in a `.damaged` one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class DropTenant:
                 reply.slots, reply.readable_slots = await asyncio.to_thread(self._look, path, digest)
         finally:
             if self._tenants.data_keys is not None:
-                await asyncio.to_thread(self._tenants.data_keys.begin_anew, digest)
+                self._tenants.data_keys.begin_anew(digest)
         return reply
 
     async def _empty(self, number: int, reply: pb.DropTenantReply) -> None:

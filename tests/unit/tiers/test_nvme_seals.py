@@ -243,7 +243,7 @@ def test_a_key_that_cannot_be_destroyed_is_kept_and_opens_its_blocks_after_a_res
     _, header, payload = node.put(1)
     node.sync()
     failpoints.arm(failpoint)
-    with pytest.raises(OSError, match="failpoint|Input"):
+    with pytest.raises(OSError):
         node.keys.destroy(header.tenant)
     failpoints.disarm()
     must_be_whole(node, node.reopen()[header.key], header, payload)

@@ -95,9 +95,8 @@ class DataKeyFile(DataKeys):
             return had_one
 
     def begin_anew(self, digest: bytes) -> None:
-        """Let the tenant with this `digest`, whose key was destroyed, have a new key."""
-        with self._changing:
-            self._unsaved.pop(digest, None)
+        """Let the tenant with this `digest`, whose key was destroyed, have a new key. It never waits."""
+        self._unsaved.pop(digest, None)
 
     def state_keys(self) -> dict[bytes, bytes]:
         """Return the keys of small state by number, the newest last."""
@@ -118,9 +117,10 @@ class DataKeyFile(DataKeys):
 
     def _made(self, digest: bytes) -> DataKey:
         with self._changing:
-            if digest not in self._of_tenants and digest not in self._unsaved:
+            unsaved = self._unsaved.get(digest)
+            if unsaved is None and digest not in self._of_tenants:
                 self._add(digest)
-            return self._unsaved.get(digest) or self._of_tenants[digest]
+            return unsaved or self._of_tenants[digest]
 
     def _add(self, owner: bytes) -> bytes:
         number = os.urandom(_NUMBER_BYTES)
