@@ -151,7 +151,9 @@ def one_round(world: World, number: int) -> bool:
         world.renew(world.whole)
         daemon.start()
         assert eventually(daemon.knows_its_state)
-        os.kill(daemon.ask("State", admin_pb2.StateRequest()).pid, 9)
+        pid = daemon.ask("State", admin_pb2.StateRequest()).pid
+        assert pid > 0  # -1 is every process
+        os.kill(pid, 9)
         touch(daemon)
         daemon.kill9()
         daemon.start()
