@@ -16,7 +16,7 @@
     120     8     generation of the slot
     128     8     checksum: xxh3_64 of the payload
     136     8     created, ns since the epoch
-    144     4     depth: blocks before it in its chain
+    144     4     depth: blocks before it in its chain.
     148     4     error bound of the payload, float32; 0: it is what was put
     152     8     xxh3_64 of the header with this field zero
     160     8     stored bytes: what follows the header

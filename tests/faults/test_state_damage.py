@@ -202,6 +202,7 @@ def test_a_page_that_ends_the_process_does_so_twice_at_most(world: World) -> Non
     assert eventually(daemon.knows_its_state)
     for _ in range(2):
         pid = daemon.ask("State", admin_pb2.StateRequest()).pid
+        assert pid > 0  # -1 is every process
         os.kill(pid, 6)
         with suppress(Exception):
             daemon.ask("State", admin_pb2.StateRequest())

@@ -6,9 +6,9 @@ stored bytes keep their length. The module owns the form; docs/format.md describ
     offset in a seal  size  field
     0                 8     number of the key
     8                 16    salt, random; the key of one image is derived from it and the tenant's key
-    24                12    nonce, random
+    24                12    nonce, random.
     36                16    tag
-    52                16    xxh3_64 of the payload and of the stored bytes as they were before, encrypted
+    52                16    xxh3_64 of the payload and of the stored bytes as they were before, encrypted.
 
 One AES-256-GCM message has these two checksums, the token ids and the stored bytes, in this order. The header's first
 256 bytes, without what is known only after encryption, are authenticated with it, and so is the block's key. A salt and
