@@ -4,7 +4,7 @@ A context is plain sentences (the noise of the pass-key task, Mohtashami & Jaggi
 places: four of unlike forms (`needle`), and two pairs of one form each, which differ in the thing named (`keys`). A
 question is the beginning of a fact's sentence, with SmolLM2 in its chat template as the beginning of the answer; it is
 answered if the greedy tokens are the fact's value. With the selection the question's own tokens select, too: else the
-first token of each answer would come from all of attention. Reads are those of K, V and page bounds, in layers without
+first token of each answer would come from all of attention. Reads are reads of K, V and page bounds, in layers without
 a window; the score counts the tasks and lengths on which all of attention answers at least 80 %.
 
 Speed: SmolLM2 behind 8,064 tokens, one token all of attention and one token half of it in turns. On two idle cores it

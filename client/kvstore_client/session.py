@@ -45,8 +45,7 @@ class Session(OpenSession):
     takes `tokens` also takes `keys`, as BlockKeys, instead.
 
     A wrong call raises KVStoreError(INVALID), also without a daemon; a miss raises nothing. Durations are bounded by 0
-    and a day. `group` names a layer group of the fingerprint, the first one by default.
-    """
+    and a day. `group` names a layer group of the fingerprint, the first one by default."""
 
     def lookup(
         self,
@@ -57,8 +56,7 @@ class Session(OpenSession):
         deadline_s: float | None = None,
     ) -> Lookup:
         """Ask the daemon for the longest prefix of `tokens` that it can restore, and return its length, the tier of
-        each block, and the time that loading would take. No block is moved. It waits at most `deadline_s` seconds.
-        """
+        each block, and the time that loading would take. No block is moved. It waits at most `deadline_s` seconds."""
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         found = Lookup(reason=REASON_NO_DAEMON)
         if prefix is not None:
@@ -75,8 +73,7 @@ class Session(OpenSession):
         The answer may be out of date when it is used, so read blocks with `get`, which then returns a miss. The result
         has no estimate of the load. Its `reason` is "absent" if the next block was not there, and "unknown" if only
         `lookup` can say, because there is no index or its place for the block overflowed or was being changed. The
-        first probe of a connection waits up to 20 ms for the daemon to hand over the index. Later ones do not wait.
-        """
+        first probe of a connection waits up to 20 ms for the daemon to hand over the index. Later ones do not wait."""
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
     def contains(
@@ -88,8 +85,7 @@ class Session(OpenSession):
         deadline_s: float | None = None,
     ) -> int | None:
         """Return the number of leading blocks of the prefix that can be restored. If the lookup index in shared memory
-        cannot say, ask the daemon. Return None if there is no answer within `deadline_s` seconds.
-        """
+        cannot say, ask the daemon. Return None if there is no answer within `deadline_s` seconds."""
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
@@ -109,8 +105,7 @@ class Session(OpenSession):
         the group that prevents a later one. `keys` has the keys of each group by its number. With `probe` the lookup
         index answers, as for `Session.probe`; otherwise the daemon is asked. No block is moved. Then get what each
         group needs, which `LayerGroup.needed_blocks` says, with `get(tokens, group=..., first_block=...,
-        max_blocks=...)`. A group of which fewer blocks are leased cannot resume there.
-        """
+        max_blocks=...)`. A group of which fewer blocks are leased cannot resume there."""
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefixes = prefixes_of(self._connection, tokens, keys)
         found = ResumePoint(reason=REASON_NO_DAEMON)
@@ -140,8 +135,7 @@ class Session(OpenSession):
         what another get would bring and cost. `verify` compares the token ids in each block's header with `tokens`
         (only keys, with `keys=`). `prefault` enters the leased pages into this process's page table in one system call.
         That moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time; turn it on if `get` runs in a
-        thread of its own.
-        """
+        thread of its own."""
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         first_block, prefix = count("first_block", first_block), self._prefix(tokens, keys, group)
         if prefix is not None and first_block:
@@ -172,8 +166,7 @@ class Session(OpenSession):
         """Return a stream of leases on the stored prefix of `tokens`: one lease each time some blocks have become
         readable. Blocks in DRAM come at once; the others are promoted from the first (`order` "front") or from the
         last ("back"). An engine that computes from the front while blocks come from the back meets them in the
-        middle. For the other parameters see `get`. The stream is empty (a miss) if there is no daemon.
-        """
+        middle. For the other parameters see `get`. The stream is empty (a miss) if there is no daemon."""
         one_of("order", order, ORDERS)
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
@@ -196,8 +189,7 @@ class Session(OpenSession):
         streams. The prefix of one group is loaded before the next group's, so an engine whose layers are in several
         groups (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use
         only if every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks,
-        before any is loaded. `deadline_s` seconds are for all groups together.
-        """
+        before any is loaded. `deadline_s` seconds are for all groups together."""
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
         chosen = self.fingerprint.groups if groups is None else [group_of(self.fingerprint, group) for group in groups]
@@ -235,8 +227,7 @@ class Session(OpenSession):
         clients find the blocks, "settled" when their durability is decided too. `durability`: "default" (the tenant's),
         "none", "batch" or "always"; it holds for blocks that are there already, too. `ttl`, `priority` and `pin`
         (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes` is needed only for functions in a group
-        whose fingerprint leaves the size open.
-        """
+        whose fingerprint leaves the size open."""
         layers = group_of(self.fingerprint, group)
         mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
         one_of("wait", wait, ("published", "settled"))

@@ -230,7 +230,7 @@ def make_services(
     index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
     staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
     weights = WeightVersions(storage.saver.orders, tenants, store)
-    storage.saver.orders.on_read.append(weights.begin_anew)
+    storage.saver.orders.when_read(weights.begin_anew)
     sessions = ClientSessions(store, tenants, shares, staging, weights, former, memory.last_session_id)
     parts, latencies = DaemonParts(store, tenants, sessions, storage.unsaved), Latencies()
     sampler = MetricsSampler(parts, latencies)
@@ -318,7 +318,7 @@ def make_control(
     orders = storage.saver.orders
     live = LiveSettings(store, resizes, live_tenants, certificates)
     reload = Reload(config, read, live, partial(ordered_settings, orders))
-    orders.on_read.append(reload.apply_orders)
+    orders.when_read(reload.apply_orders)
     served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
     return Control(
         reload, tokens, certificates, HealthService(services.phase, served, store.modes, store.residency.tiers)

@@ -131,7 +131,7 @@ def test_answers_too_short_for_a_selection_are_stored(engines: _Engines) -> None
 
 
 def test_restored_blocks_get_bounds_of_their_own(engines: _Engines) -> None:
-    """In a pool where the bounds of other pages were kept."""
+    """The pool kept bounds of other pages before."""
     tokens = _prompt(3, LONG)
     session = engines.computed(tokens)
     used = engines.engine(FEW, session)

@@ -25,7 +25,7 @@ def _documents(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=["base", "example"])
 def built(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What kustomize makes of a folder."""
+    """The objects that kustomize makes of a folder."""
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
             run = subprocess.run([*command, _KUBERNETES / request.param], capture_output=True, text=True, timeout=60)

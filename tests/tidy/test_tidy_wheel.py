@@ -197,7 +197,8 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_release_is_installed_over_the_wheel_before_and_rolled_back(
     releases: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """What one version has stored the next one serves. The way back serves it, too, or says which format it misses."""
+    """The next version serves the blocks that one version has stored. The way back serves them, too, or says which
+    format it misses."""
     before, release = releases
     venv.create(tmp_path / "environment")
     bin_dir = tmp_path / "environment/bin"

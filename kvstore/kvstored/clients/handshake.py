@@ -91,7 +91,7 @@ class HandshakeServer:
                 accepted, _ = listener.socket.accept()
                 _, uid, _ = _UCRED.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             except BlockingIOError:
-                listener.nobody_waited_ticks = before_ticks
+                listener.empty_queue_ticks = before_ticks
                 return
             except OSError as error:  # out of descriptors: look again later instead of spinning on a readable socket
                 log.warning("cannot accept a client: %s", error)
@@ -105,7 +105,7 @@ class HandshakeServer:
             if refusal is not None and len(group) >= MAX_REJECTED:
                 accepted.close()
                 continue
-            arrival = _Arrival(accepted, caller, listener.socket_of, listener.nobody_waited_ticks)
+            arrival = _Arrival(accepted, caller, listener.socket_of, listener.empty_queue_ticks)
             connection = _Connection(arrival, self._reception, group.pop, refusal)
             group[connection] = None
             connection.start()
@@ -148,12 +148,12 @@ class HandshakeServer:
 
 @dataclass
 class _Listener:
-    """A listening socket. `nobody_waited_ticks` is a moment at which nobody waited there to be accepted, in clock ticks
-    since boot: who is accepted later has connected later."""
+    """A listening socket. `empty_queue_ticks` is a moment at which no client waited there to be accepted, in clock
+    ticks since boot: a client that is accepted later has connected later."""
 
     socket: socket.socket
     socket_of: str  # the tenant whose own it is, or ""
-    nobody_waited_ticks: int = 0
+    empty_queue_ticks: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Arrival:
     socket: socket.socket
     caller: int | str
     socket_of: str
-    nobody_waited_ticks: int
+    empty_queue_ticks: int
 
 
 class _Connection:
@@ -271,7 +271,7 @@ class _Connection:
 
     def _peer(self) -> Peer:
         arrival = self._arrival
-        return read_peer(self._socket, nobody_waited_ticks=arrival.nobody_waited_ticks, socket_of=arrival.socket_of)
+        return read_peer(self._socket, empty_queue_ticks=arrival.empty_queue_ticks, socket_of=arrival.socket_of)
 
     def _send(self, packet: Message, descriptor: int | None) -> None:
         descriptors = [] if descriptor is None else [descriptor]

@@ -1,5 +1,5 @@
 """The handshake sockets of tenants that have one of their own, each in a directory that is mounted where the tenant
-runs: who reaches it is that tenant, whatever its uid.
+runs: a client that reaches it is that tenant, with any uid.
 
 The directories stay when the daemon stops, since a pod that has mounted one would not see its successor.
 """

@@ -22,13 +22,13 @@ Entry = tuple[bytes, bytes]
 
 class Orders:
     """The entries of the databases `TENANTS` and `WEIGHTS` of the small state, in memory and through `process`. The
-    functions in `on_read` are called once, when the saved entries are read; what was ordered before them remains."""
+    saved entries are read once; orders that came before them remain."""
 
     def __init__(self, process: StateProcess) -> None:
         self._process = process
         self.entries: dict[str, dict[bytes, bytes]] = {TENANTS: {}, WEIGHTS: {}}
         self.is_read = False
-        self.on_read: list[Callable[[], None]] = []
+        self._when_read: list[Callable[[], None]] = []
 
     async def read_before_serving(self) -> None:
         """Read the saved entries. If that fails or takes longer than `START_S` seconds, log it."""
@@ -49,8 +49,12 @@ class Orders:
             self.is_read = True
             for name, entries in saved.items():
                 self.entries[name] = entries | self.entries[name]
-            for function in self.on_read:
+            for function in self._when_read:
                 function()
+
+    def when_read(self, function: Callable[[], None]) -> None:
+        """Call `function` once, when the saved entries are read."""
+        self._when_read.append(function)
 
     async def save(self, name: str, key: bytes, value: bytes | None) -> None:
         """Save `value` for `key` in the database `name`, None: remove the entry; it survives a loss of power. The

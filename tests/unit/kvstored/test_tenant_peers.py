@@ -107,8 +107,8 @@ def test_before_linux_6_5_who_started_later_is_not_taken_for_who_connected(monke
     assert started is not None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        for nobody_waited_ticks, found in ((0, ""), (started, ""), (started + 1, own), (ticks_now(), own)):
-            assert read_peer(ours, nobody_waited_ticks=nobody_waited_ticks).control_group == found
+        for empty_queue_ticks, found in ((0, ""), (started, ""), (started + 1, own), (ticks_now(), own)):
+            assert read_peer(ours, empty_queue_ticks=empty_queue_ticks).control_group == found
     monkeypatch.undo()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:

@@ -37,15 +37,15 @@ class Peer:
     socket_of: str = ""
 
 
-def read_peer(connection: socket.socket, *, nobody_waited_ticks: int = 0, socket_of: str = "") -> Peer:
+def read_peer(connection: socket.socket, *, empty_queue_ticks: int = 0, socket_of: str = "") -> Peer:
     """Return the process at the other end of the Unix socket `connection`, which was accepted on the own socket of the
-    tenant `socket_of`, if that is not "". `nobody_waited_ticks` is a moment, in clock ticks since boot, at which
+    tenant `socket_of`, if that is not "". `empty_queue_ticks` is a moment, in clock ticks since boot, at which
     `connection` had not been made yet: before Linux 6.5 a process that started later may have the pid of the one that
     connected. Raises OSError only if the socket itself is broken.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
-    cgroup, control_group = _cgroups_of(connection, pid, nobody_waited_ticks)
+    cgroup, control_group = _cgroups_of(connection, pid, empty_queue_ticks)
     return Peer(
         pid,
         uid,
@@ -87,7 +87,7 @@ def _has_ended(pidfd: int) -> bool:
     return bool(ended.poll(0))  # it may not have been reaped yet
 
 
-def _cgroups_of(connection: socket.socket, pid: int, nobody_waited_ticks: int) -> tuple[str, str]:
+def _cgroups_of(connection: socket.socket, pid: int, empty_queue_ticks: int) -> tuple[str, str]:
     """Return the caller's cgroup as a label, and its path in the hierarchy of version 2 as an identity; each is "" if
     it cannot be known: the caller has exited, or this process cannot see it.
     """
@@ -103,7 +103,7 @@ def _cgroups_of(connection: socket.socket, pid: int, nobody_waited_ticks: int) -
         label, control_group = read_cgroup(Path("/proc"), seen), read_control_group(Path("/proc"), seen)
         if not is_caller:  # a process that ran before there was the connection has had its number all the time
             started_ticks = start_ticks(seen)
-            is_caller = started_ticks is not None and started_ticks < nobody_waited_ticks
+            is_caller = started_ticks is not None and started_ticks < empty_queue_ticks
         if not is_caller or _has_ended(pidfd):  # not ended: what was read is its own
             control_group = ""
         return label, control_group

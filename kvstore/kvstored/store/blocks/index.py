@@ -153,9 +153,7 @@ class Residency(ResidencyView):
     ) -> None:
         super().__init__(tiers, durable, in_memory, mapped, exported)
         listeners = Listeners(self)
-        self.listen = listeners.listen
-        self.listen_beside = listeners.listen_beside
-        self.observe = listeners.observe
+        self.listen, self.listen_beside, self.observe = listeners.listen, listeners.listen_beside, listeners.observe
         self.note_with = listeners.note_with
         self.forget_with = listeners.forget_with
         self.use_with = listeners.use_with
