@@ -2,8 +2,8 @@
 //
 // The bounds are Quest's (Tang et al. 2024): for each channel the least and the greatest key. The greatest score that any
 // key of a page can have is then the sum of q * greatest where q > 0 and q * least elsewhere. Bounds are kept for each
-// block of the pool; those of a page span its blocks. (The greatest of its blocks' own scores is a closer bound and a
-// worse choice: it compares pages by half the keys.) Bounds depend on keys alone, never on a query: whoever shares a
+// block of the pool; those of a page span its blocks. (The greatest of its blocks' own scores is a closer bound, but
+// lost answers of benchmarks/selection.py.) Bounds depend on keys alone, never on a query: whoever shares a
 // block shares them, and blocks stay whole. They are computed when a block is first scored, rounded outwards to
 // bfloat16, and forgotten by whoever writes to the block (page_bounds.py).
 //
