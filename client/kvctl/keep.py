@@ -96,6 +96,8 @@ def check_keep(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         if arguments.action == "bump" and not arguments.tenant:
             parser.error("versions bump: name the --tenant whose weights have changed")
         return
+    if command in ("pin", "unpin") and not arguments.owner:
+        parser.error(f"{command}: name the owner of the pins, not ''")
     by_prompt = [arguments.tokens is not None, arguments.tokens_file is not None, arguments.text is not None]
     by_daemon = [bool(arguments.key), bool(arguments.model), arguments.all]
     if sum(by_prompt) + sum(by_daemon) != 1:

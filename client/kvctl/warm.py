@@ -10,6 +10,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -97,10 +98,11 @@ def _send(url: str, model: str, prompt: Prompt) -> str:
 
 
 def _first_model(url: str) -> str:
-    models = post_json(f"{url}/v1/models", None, REQUEST_S).get("data") or [{}]
-    if not isinstance(models[0].get("id"), str):
+    models = post_json(f"{url}/v1/models", None, REQUEST_S).get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
         raise CommandError(FAILED, f"{url}/v1/models names no model: give --model")
-    return str(models[0]["id"])
+    return str(first["id"])
 
 
 def read_prompts(path: str) -> tuple[list[Prompt], int]:
@@ -115,8 +117,10 @@ def read_prompts(path: str) -> tuple[list[Prompt], int]:
             if first.get("format") == "kvstored":
                 return _of_recording(rows)
             return _of_requests([*([first] if first else []), *rows], path), 0
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, zlib.error) as error:
         raise CommandError(USAGE, f"--from {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommandError(USAGE, f"--from {path} is no recording of a daemon with token ids: {error!r}") from None
 
 
 def _rows(lines: IO[str], path: str) -> Iterator[dict[str, Any]]:
@@ -169,6 +173,8 @@ def _of_recording(rows: Iterator[Mapping[str, Any]]) -> tuple[list[Prompt], int]
         parts, count, key = list[list[int]](), 0, end
         while key and key in tokens:
             parts.append(tokens[key])
+            if len(parts) > len(before):
+                raise ValueError(f"the chain of {key} has no end")
             count += uses[key]
             key = before.get(key, "")
         if key or not parts:

@@ -263,7 +263,7 @@ def make_services(
     shares.set_all()
     reception = Reception(store, sessions, ArenaGrants(store), indexes, streams, former)
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
-    weights.hang_up = handshake.hang_up
+    weights.hang_up, weights.puts_of = handshake.hang_up, operations.put.under_way
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
         streams, sessions, shares, handshake, OwnSockets(config.daemon.socket_dir, handshake, files), storage.saver,

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from kvstore_client import KVStoreError
 from kvstore_proto.objects import OBJECTS
+from kvstore_proto.v1 import admin_pb2
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -80,6 +82,38 @@ def test_settings_of_a_tenant_hold_at_once_and_after_a_kill(capfdbinary: Any) ->
         assert not {"host_min", "host_weight", "nvme_max", "ttl_s"} & shown().keys()
 
 
+def test_settings_that_the_file_contradicts_cost_no_other_tenant_its_own(tmp_path: Any, capfdbinary: Any) -> None:
+    file = tmp_path / "kvstored.toml"
+    file.write_text('[[tenant]]\nname = "a"\n[[tenant]]\nname = "b"\n')
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        kvctl(["tenants", "set", "a", "--min", "8MiB"])
+        kvctl(["tenants", "set", "b", "--weight", "3"])
+        file.write_text('[[tenant]]\nname = "a"\nhost_max = "4MiB"\n[[tenant]]\nname = "b"\n')
+        said = kvctl("reload", exit_code=1).err
+        assert "tenant a: host_max 4.0 MiB is below its host_min" in said and "kvctl tenants set has" in said
+        daemon.kill9()
+        daemon.restart()
+        assert "settings of kvctl tenants set for a are not in force: tenant a: host_max" in daemon.log
+        assert "weight 3" in kvctl("tenants").out
+        kvctl(["tenants", "reset", "a"])
+        kvctl("reload")
+
+
+def test_settings_of_a_user_make_it_no_other_tenant(tmp_path: Any, capfdbinary: Any) -> None:
+    file = tmp_path / "kvstored.toml"
+    file.write_text("")
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        fill(daemon, 1)
+        kvctl(["tenants", "set", ME, "--weight", "3"])
+        assert "out of reach" not in daemon.log and stored(daemon, 1) == BLOCKS
+        file.write_text(f'[[tenant]]\nname = "group"\ngids = [{os.getegid()}]\n')
+        kvctl("reload")
+        with daemon.connect(MODEL) as session:
+            assert session.tenant == "group"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -135,6 +169,11 @@ def test_pins_and_times_to_live_by_prompt_key_model_and_tenant(fingerprint: str,
         assert [expires for _, expires, owners in facts() if owners in (["b"], [])] == [False, False, True]
         refused = kvctl(["pin", "a", "--tenant", ME, "--key", "ffffff"], exit_code=1).err
         assert "no stored block has such a key" in refused
+        for command in ("pin", "unpin"):
+            with pytest.raises(SystemExit, match="2"):
+                kvctl([command, "", "--tenant", ME, "--all"])
+        with pytest.raises(grpc.RpcError, match="say what is to hold"):
+            daemon.ask("Keep", admin_pb2.KeepRequest(tenant=ME, all=True))
 
 
 def test_a_pin_that_is_over_its_bound_is_refused_as_a_whole(capfdbinary: Any) -> None:

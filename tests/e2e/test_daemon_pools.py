@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -73,6 +74,27 @@ def test_explain_names_the_pool_and_no_other_reader(daemon: RunningDaemon) -> No
             explained = reader.ask(explain=ExplainRequest(keys=[key])).explain
             assert [block.block.tenant for block in explained.blocks] == ["prompts"]
             assert reader.ask(explain=ExplainRequest(recent_misses=5)).error.kind == kv.ERROR_KIND_FORBIDDEN
+            with pool_of(daemon, "reader") as other, other.get(tokens_of(1, 1)):
+                (told,) = reader.ask(explain=ExplainRequest(keys=[key])).explain.blocks
+            shown = {field.name for field, _ in told.block.ListFields()}
+            assert not shown & {"leases", "accesses", "idle_s", "residency"}, "how others use it is not its business"
+
+
+def test_a_reader_makes_no_weights_the_newest(daemon: RunningDaemon) -> None:
+    first, later = (replace(MODEL, weights="policy", weights_version=number) for number in (1, 9))
+    with daemon.connect(first, own="author", pool="prompts") as author:
+        put_conversation(author, 1, 3)
+        with RawClient(daemon.own_socket("reader"), later, pool="prompts") as reader:
+            reader.socket_dir = daemon.socket_dir
+            answer = reader.ask(bump_weights=kv.BumpWeights(weights="policy", version=9))
+            assert answer.error.kind == kv.ERROR_KIND_FORBIDDEN
+        chain = by_tokens(later, tokens_of(1, 3))
+        chain.pool = "prompts"
+        with unary_client(f"unix:{daemon.socket_dir}/unary.sock", "reader") as unary:
+            assert not unary.lookup(chain).usable_blocks
+        assert found_blocks(author, 1, 3) == 3
+    with daemon.connect(first, own="author", pool="prompts", required=True) as again:
+        assert found_blocks(again, 1, 3) == 3
 
 
 def test_a_reader_changes_nothing(daemon: RunningDaemon) -> None:

@@ -164,6 +164,28 @@ def test_a_collector_that_fails_costs_spans_and_nothing_else(collector: Collecto
         assert "Traceback" not in daemon.log
 
 
+def test_an_error_of_the_library_costs_the_batch_alone(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest version that the extra allows raises the error of its HTTP library when a collector hangs."""
+    library = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    counted: dict[str, int] = {}
+    failed = threading.Event()
+
+    def export(*_: object) -> None:
+        monkeypatch.undo()
+        failed.set()
+        raise TimeoutError("the collector hangs")
+
+    monkeypatch.setattr(library.OTLPSpanExporter, "export", export)
+    exporter = SpanExporter(Sending(collector.url, 10, lambda name, _: counted.update({name: 1})), SystemClock())
+    span = EndedSpan("one", TraceContext(1, 2, 1), 0, 1, 2, {})
+    exporter.note(span)
+    assert failed.wait(30)
+    exporter.note(span)
+    assert eventually(lambda: len(collector.spans) == 1)
+    exporter.close()
+    assert counted == {"dropped_spans": 1, "traced_spans": 1}
+
+
 def test_a_full_queue_drops_and_counts(collector: Collector) -> None:
     counted: dict[str, int] = {}
 

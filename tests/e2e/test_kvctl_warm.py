@@ -119,6 +119,22 @@ def test_requests_to_an_endpoint_are_sent_once_each(tmp_path: Path, engine: Engi
     assert "Is a directory" in unreachable.err
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"op": "get", "p": ""},
+        {"op": "put", "k": 5, "p": "", "b": 1},
+        {"op": "put", "k": "a" * 16, "b": 0, "x": [1]},
+        {"op": "put", "k": ("a" * 16 + "b" * 16) * 2 + "c" * 16, "b": 1, "x": [1, 2, 3, 4, 5]},
+    ],
+)
+def test_a_spoilt_recording_is_one_clear_line(row: dict[str, Any], tmp_path: Path, kvctl: Kvctl) -> None:
+    path = tmp_path / "spoilt.jsonl"
+    path.write_text(json.dumps({"format": "kvstored"}) + "\n" + json.dumps(row) + "\n")
+    said = kvctl(["warm", "--from", str(path), "--dry-run"], exit_code=2).err
+    assert "is no recording of a daemon with token ids" in said and said.count("\n") == 1
+
+
 def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine: Engine, capfdbinary: Any) -> None:
     (tmp_path / "model.json").write_bytes(MODEL.canonical())
     text = "x" * (2 * MODEL.block_tokens + 5)

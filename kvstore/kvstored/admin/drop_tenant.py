@@ -1,8 +1,9 @@
 """Removal of a tenant by an operator: nothing readable of it is left on the medium, and the answer shows that.
 
-The key goes first: from then on nothing that it encrypted can be read. After a crash in
-between the next start withdraws what no key opens. Blocks of before the tenant had a key are freed as any others, and
-their bytes stay until they are overwritten: they are counted.
+The key goes first: from then on nothing that it encrypted can be read, nor what is still written for the tenant until
+the removal ends. After a crash in between the next start withdraws what no key opens. Blocks of before the tenant had a
+key are freed as any others, and their bytes stay until they are overwritten. They are counted by their slots' headers:
+not counted are bytes behind a shorter block, in a slab that was cut anew or in a `.damaged` one.
 """
 
 from __future__ import annotations
@@ -49,16 +50,20 @@ class DropTenant:
             raise KVStoreError(
                 ErrorKind.INTERNAL, f"nothing is dropped: the key cannot be destroyed: {error.strerror}"
             ) from None
-        if self._store.nvme is not None:
-            held = self._store.nvme.quarantined()
-            for slot in held.keys() & set(quarantined):
-                self._store.nvme.free(slot)
-                reply.quarantined += 1
-        await self._empty(number, reply)
-        await self._saver.rewrite()
-        if self._store.nvme is not None:
-            path = self._store.config.nvme.path
-            reply.slots, reply.readable_slots = await asyncio.to_thread(self._look, path, digest)
+        try:
+            if self._store.nvme is not None:
+                held = self._store.nvme.quarantined()
+                for slot in held.keys() & set(quarantined):
+                    self._store.nvme.free(slot)
+                    reply.quarantined += 1
+            await self._empty(number, reply)
+            await self._saver.rewrite()
+            if self._store.nvme is not None:
+                path = self._store.config.nvme.path
+                reply.slots, reply.readable_slots = await asyncio.to_thread(self._look, path, digest)
+        finally:
+            if self._tenants.data_keys is not None:
+                self._tenants.data_keys.begin_anew(digest)
         return reply
 
     async def _empty(self, number: int, reply: pb.DropTenantReply) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import tokens_of
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.transfer.writeback import WriteBack
@@ -35,8 +36,7 @@ async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = N
         rows = first + np.flatnonzero(holding(mask, tier))
         if tenant is not None:
             rows = rows[residency.tenants_of(rows) == tenant]
-        generation = np.frombuffer(columns.generation, np.uint32)[rows].astype(np.uint64)
-        found.append(generation << np.uint64(ROW_BITS) | rows.astype(np.uint64))
+        found.append(tokens_of(residency, rows))
         depths.append(np.frombuffer(columns.depth, np.uint32)[rows])
         del mask  # a column cannot grow while a view of it exists
         first += SLICE_ROWS

@@ -51,7 +51,7 @@ class Explain:
     async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Explain blocks and misses of its own tenant to the client of `session`, without saying in which slots the
         copies are. Raises KVStoreError for invalid keys, for a shortened key that fits several, and (FORBIDDEN) for
-        another tenant, or for the misses of a shared pool's readers."""
+        another tenant, or for the misses of a shared pool's readers. A reader is not told how blocks are used."""
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
         if request.recent_misses:
@@ -66,6 +66,8 @@ class Explain:
             block.block.ClearField("location")
             for copy in block.copies:
                 copy.ClearField("location")
+            if not session.may_write:
+                _leave_out_uses(block)
         return reply
 
     async def _answer(self, request: pb.ExplainRequest, tenant: int | None, known: set[bytes]) -> pb.ExplainReply:
@@ -280,3 +282,12 @@ class Explain:
                 group=miss.group,
                 kind=parts.tenants.state_kind(parts.tenants.known_number(miss.fingerprint), miss.group),
             )
+
+
+def _leave_out_uses(block: pb.BlockExplanation) -> None:
+    """Take out what tells how others use a block."""
+    block.ClearField("accesses_before")
+    for copy in block.copies:
+        copy.ClearField("residency")
+    for field in ("accesses", "idle_s", "leases", "residency"):
+        block.block.ClearField(field)

@@ -7,17 +7,18 @@ are answered meanwhile. What a pin may hold is checked before anything is change
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.clients.codes import terms_of
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.listing import select_all
+from kvstored.store.blocks.listing import select_all, tokens_of
 
 SLICE_ROWS = 256
 MIN_KEY_DIGITS = 6
@@ -28,6 +29,7 @@ class Keeping:
 
     def __init__(self, store: Store, blocks: BlockList) -> None:
         self._store, self._residency, self._blocks = store, store.residency, blocks
+        self._turn = asyncio.Lock()
 
     async def keep(self, request: pb.KeepRequest) -> pb.KeepReply:
         """Set the terms in `request` of the blocks that it selects, and return how many these are. Raises KVStoreError,
@@ -36,25 +38,50 @@ class Keeping:
             raise KVStoreError(ErrorKind.INVALID, "name the tenant whose blocks are meant (see: kvctl tenants)")
         if request.all + bool(request.model) + bool(request.key_prefix) != 1:
             raise KVStoreError(ErrorKind.INVALID, "say which blocks by one of: a key, a model, all")
-        terms, retention, residency = terms_of(request.terms), self._store.retention, self._residency
+        terms = terms_of(request.terms)
+        if terms == NO_TERMS:
+            raise KVStoreError(ErrorKind.INVALID, "say what is to hold: the owner of a pin, or a time to live")
         wanted = pb.BlocksRequest(tenant=request.tenant, model=request.model, key_prefix=request.key_prefix)
         tenant = self._blocks.selection(wanted).tenant
         assert tenant is not None
-        tokens = await self._selected(wanted, below=request.below)
-        retention.check(tenant, terms, 0, [row for row in map(residency.current, tokens) if row >= 0])
-        reply = pb.KeepReply()
-        for first in range(0, len(tokens), SLICE_ROWS):
-            rows = [row for row in map(residency.current, tokens[first : first + SLICE_ROWS]) if row >= 0]
+        self._store.retention.check(tenant, terms, 0)
+        async with self._turn:
+            tokens = await self._selected(wanted, below=request.below)
+            let_go = await self._hold(tenant, terms, tokens)
+            try:
+                return await self._set(tokens, terms)
+            finally:
+                let_go()
+
+    async def _hold(self, tenant: int, terms: Terms, tokens: Sequence[int]) -> Callable[[], None]:
+        """Reserve what the pins in `terms` will hold, so that no put takes it meanwhile; return what ends that. Raises
+        KVStoreError when it is more than is allowed."""
+        pins, of_tenant, of_owner = self._store.retention.pins, 0, 0
+        async for rows in self._slices(tokens if terms.pin else ()):
+            more = pins.more_bytes(tenant, terms.pin, rows)
+            of_tenant, of_owner = of_tenant + more[0], of_owner + more[1]
+        if terms.pin:
+            pins.check_bytes(tenant, terms.pin, of_tenant, of_owner)
+        return pins.hold(tenant, terms.pin, of_owner)
+
+    async def _set(self, tokens: Sequence[int], terms: Terms) -> pb.KeepReply:
+        retention, residency, reply = self._store.retention, self._residency, pb.KeepReply()
+        async for rows in self._slices(tokens):
             if terms.ttl_s is not None:
                 retention.end_all_at(rows, terms.ttl_s)
             retention.change(rows, terms._replace(ttl_s=None))
             reply.blocks += len(rows)
             reply.bytes += sum(map(residency.payload_bytes, rows))
-            await asyncio.sleep(0)
         if terms.ttl_s is not None:
             for _ in retention.settle_chains():
                 await asyncio.sleep(0)
         return reply
+
+    async def _slices(self, tokens: Sequence[int]) -> AsyncIterator[list[int]]:
+        """Yield the rows of `tokens` that are stored still, some at a time, and let other tasks run after each."""
+        for first in range(0, len(tokens), SLICE_ROWS):
+            yield [row for row in map(self._residency.current, tokens[first : first + SLICE_ROWS]) if row >= 0]
+            await asyncio.sleep(0)
 
     async def _selected(self, wanted: pb.BlocksRequest, *, below: bool) -> Sequence[int]:
         """Return tokens of the selected blocks: with a key, the block, and its ancestors or, with `below`, all blocks
@@ -64,7 +91,7 @@ class Keeping:
             raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")
         tokens: list[int] = []
         async for rows in select_all(residency, self._blocks.selection(wanted)):
-            tokens += map(residency.token, rows.tolist())
+            tokens += tokens_of(residency, rows).tolist()
         if not digits:
             return tokens
         if len(tokens) != 1:
@@ -72,11 +99,25 @@ class Keeping:
             raise KVStoreError(ErrorKind.NOT_FOUND if not tokens else ErrorKind.INVALID, f"{digits}: {why}")
         row = residency.current(tokens[0])
         if below and row >= 0:
-            rows = await asyncio.to_thread(_descendants, np.array(residency.rows.parent), row)
-            return tokens + [residency.token(each) for each in rows.tolist() if residency.tier_mask(each)]
+            return tokens + await self._below(row)
         while row >= 0 and (row := residency.parent(row)) >= 0:
             if residency.tier_mask(row):
                 tokens.append(residency.token(row))
+        return tokens
+
+    async def _below(self, row: int) -> list[int]:
+        """Return tokens of the stored blocks that continue the block at `row`."""
+        residency, columns = self._residency, self._residency.rows
+        is_stored, generations = np.array(columns.mask) != 0, np.array(columns.generation)
+        rows = await asyncio.to_thread(_descendants, np.array(columns.parent), row)
+        rows = rows[is_stored[rows]]
+        tokens: list[int] = []
+        for first in range(0, len(rows), SLICE_ROWS):
+            for each in rows[first : first + SLICE_ROWS].tolist():
+                # Another block may have the row by now, another tenant's even.
+                if columns.generation[each] == generations[each] and residency.tier_mask(each):
+                    tokens.append(residency.token(each))
+            await asyncio.sleep(0)
         return tokens
 
 

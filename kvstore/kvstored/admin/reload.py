@@ -77,10 +77,17 @@ class Reload:
         with_orders(self.config, orders)
 
     def apply_orders(self) -> None:
-        """Put the settings of tenants in force that operators gave the running daemon. What cannot be used with the
-        present configuration is left out, and logged."""
+        """Put the settings of tenants in force that operators gave the running daemon. A tenant whose settings cannot
+        be used with the present configuration keeps the file's, which is logged."""
+        usable: dict[str, Mapping[str, Any]] = {}
+        for name, order in self._orders().items():
+            try:
+                with_orders(self.config, usable | {name: order})
+                usable[name] = order
+            except ConfigError as error:
+                log.warning("settings of kvctl tenants set for %s are not in force: %s", name, error)
         try:
-            config = with_orders(self.config, self._orders())
+            config = with_orders(self.config, usable)
             if config.tenants != self.config.tenants:
                 self._live.apply(config, {"[[tenant]]"})
         except ConfigError as error:
@@ -90,7 +97,7 @@ class Reload:
 
     def _reload(self) -> pb.ReloadReply:
         try:
-            config = with_orders(self._read(), self._orders())
+            config = self._with_orders(self._read())
             self._live.prepare(config)
             contents = contents_of(config)
             changed = {each.name: each for each in changed_files(self._contents, contents)}
@@ -113,6 +120,14 @@ class Reload:
         self._contents |= {name: contents[name] for name in applied & set(contents)}
         self.config = _merged(self.config, config, applied)
         return reply
+
+    def _with_orders(self, config: Config) -> Config:
+        orders = self._orders()
+        try:
+            return with_orders(config, orders)
+        except ConfigError as error:
+            said = f"kvctl tenants set has settings of {', '.join(sorted(orders))}: reset what contradicts the file"
+            raise ConfigError(f"{error} ({said})") from None
 
 
 def differences(before: Config, after: Config) -> Iterator[Difference]:

@@ -146,7 +146,7 @@ class ClientSessions:
                 f"{most} clients of tenant {caller.name} are connected already, limits.clients_per_tenant",
                 FULL_RETRY_MS,
             )
-        self._weights.admit(tenant, fingerprint)
+        self._weights.admit(tenant, fingerprint, may_write=may_write)
         staging_bytes = staging_bytes if may_write else 0
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
@@ -166,7 +166,7 @@ class ClientSessions:
         blocks are stored under it. Raises KVStoreError for a pool that is not the caller's.
         """
         tenant, may_write = self.pool_for(caller, pool)
-        self._weights.admit(tenant, fingerprint)
+        self._weights.admit(tenant, fingerprint, may_write=may_write)
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
         session.pool, session.may_write = pool, may_write
         session.caller_id = self._store.residency.tenant(caller.index_name)
@@ -174,7 +174,9 @@ class ClientSessions:
         return session
 
     def note_fingerprint(self, session: ClientSession) -> None:
-        """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""
+        """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number.
+        Raises KVStoreError if there are newer weights by now."""
+        self._weights.admit(session.tenant, session.fingerprint, may_write=session.may_write)
         self._tenants.remember(session.fingerprint)
         self._name(session)
 

@@ -24,7 +24,8 @@ from kvstored.store.blocks import Residency
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
 ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
-STEP_BLOCKS = 1024  # unpinned in one step: a millisecond
+STEP_BLOCKS = 256  # unpinned in one step: a millisecond
+STEP_ROWS = 1 << 16  # of the index, searched at once for pinned blocks
 _ALL = ""  # the owner under which `_coming` counts all of a tenant's owners together
 
 
@@ -43,19 +44,32 @@ class Pins:
     def check(self, tenant: int, owner: str, nbytes: int, rows: Sequence[int]) -> None:
         """Check that `tenant` may pin the stored blocks `rows`, and new blocks whose slots have `nbytes`, for `owner`.
         Raises KVStoreError when that is more than the owner or the tenant may pin."""
+        of_tenant, of_owner = self.more_bytes(tenant, owner, rows)
+        self.check_bytes(tenant, owner, nbytes + of_tenant, nbytes + of_owner)
+
+    def more_bytes(self, tenant: int, owner: str, rows: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes of the slots of `rows` that no owner of `tenant` has pinned, and that `owner` has not."""
+        bit, residency = self.bit_of(tenant, owner), self._residency
+        pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
+        return (
+            sum(nbytes for owners, nbytes in pinned if not owners),
+            sum(nbytes for owners, nbytes in pinned if not owners & bit),
+        )
+
+    def check_bytes(self, tenant: int, owner: str, of_tenant: int, of_owner: int) -> None:
+        """Check that `tenant` may have `of_tenant` more bytes pinned, and its `owner` `of_owner` more. Raises
+        KVStoreError."""
         bit, residency = self.bit_of(tenant, owner), self._residency
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
         share_bytes = dram_bytes // PINNED_SHARE
-        pinned = [(residency.pinned_by(row), residency.slot_bytes(row)) for row in rows]
-        of_tenant, of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
+        most_of_tenant, most_of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
         bounds = (
-            ("the tenant", "tenant", of_tenant, residency.pinned_bytes[tenant], _ALL, ALL_OWNERS),
-            (f"owner {owner!r}", "owner", of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, bit),
+            ("the tenant", "tenant", most_of_tenant, residency.pinned_bytes[tenant], _ALL, of_tenant),
+            (f"owner {owner!r}", "owner", most_of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, of_owner),
         )
-        for who, what, most_bytes, held_bytes, coming, mask in bounds:
+        for who, what, most_bytes, held_bytes, coming, more_bytes in bounds:
             limit_bytes = min(most_bytes, share_bytes)
             held_bytes += self._coming[tenant, coming]
-            more_bytes = nbytes + sum(slot_bytes for owners, slot_bytes in pinned if not owners & mask)
             if more_bytes and held_bytes + more_bytes > limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
@@ -64,7 +78,7 @@ class Pins:
                 )
 
     def hold(self, tenant: int, owner: str, nbytes: int) -> Callable[[], None]:
-        """Reserve `nbytes` and the owner's bit for a put that `check` allowed. Return a function that ends the
+        """Reserve `nbytes` and the owner's bit for what `check` allowed. Return a function that ends the
         reservation; call it once, when the blocks are stored or given up."""
         if not owner:
             return lambda: None
@@ -103,25 +117,34 @@ class Pins:
         names = self._names.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
-    def rows_of(self, tenant: int, owner: str = "") -> list[int]:
-        """Return the rows of the blocks of `tenant` that `owner` has pinned, or that any owner has ("")."""
+    def holds_any(self, tenant: int, owner: str) -> bool:
+        """Return whether `owner` has pinned any block of `tenant`."""
+        bit = self.bit_of(tenant, owner, is_new=False)
+        return bit > 0 and self._bytes[tenant, bit.bit_length() - 1] > 0
+
+    def rows_of(self, tenant: int, owner: str = "", part: slice = slice(None)) -> list[int]:
+        """Return the rows of the blocks of `tenant` that `owner` has pinned, or that any owner has (""), of all rows or
+        of one `part` of them."""
         bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
         column = self._residency.rows.optional.view("pinned_by")
-        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column & np.uint32(bits))
+        if column is None:
+            return []
+        rows = np.flatnonzero(column[part] & np.uint32(bits)) + (part.start or 0)
         found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
         return found
 
     def steps_to_unpin(self, tenant: int, owner: str = "") -> Iterator[list[int]]:
         """End the pins of `owner` on blocks of `tenant`, or of all its owners (""), a number of blocks at a time. Yield
         the rows of the blocks that lost a pin in each step; the index may change between steps."""
-        bits = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
-        rows, residency = self.rows_of(tenant, owner), self._residency
-        for first in range(0, len(rows), STEP_BLOCKS):
-            step = [row for row in rows[first : first + STEP_BLOCKS] if residency.pinned_by(row) & bits]
-            step = [row for row in step if residency.tenant_of(row) == tenant]
-            for row in step:
-                residency.set_owners(row, residency.pinned_by(row) & ~bits)
-            yield step
+        bits, residency = self.bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS, self._residency
+        for first in range(0, residency.rows.capacity, STEP_ROWS):
+            rows = self.rows_of(tenant, owner, slice(first, first + STEP_ROWS))
+            for at in range(0, len(rows), STEP_BLOCKS):
+                step = [row for row in rows[at : at + STEP_BLOCKS] if residency.pinned_by(row) & bits]
+                step = [row for row in step if residency.tenant_of(row) == tenant]
+                for row in step:
+                    residency.set_owners(row, residency.pinned_by(row) & ~bits)
+                yield step
 
     def due(self) -> list[tuple[int, str]]:
         """Return tenant and name of each owner whose pins should have ended by now."""

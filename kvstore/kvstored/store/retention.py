@@ -59,6 +59,7 @@ class Retention:
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
         self.later = LaterTerms(ground.residency, ground.clock, self.pins)
+        self._unpinning: dict[tuple[int, str], Iterator[int]] = {}  # by tenant and owner: pins that end
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
         self.find_run, self.find_each = self._residency.find_run, self._residency.find_each
@@ -305,9 +306,12 @@ class Retention:
         now_ns = self._clock.monotonic_ns()
         self.idle.tick(now_ns)
         for tenant, owner in self.pins.due():
-            for _ in self.unpin_all(tenant, owner):
-                if self.pins.rows_of(tenant, owner):
-                    return True
+            steps = self._unpinning.setdefault((tenant, owner), iter(self.unpin_all(tenant, owner)))
+            if next(steps, None) is not None:
+                return True
+            del self._unpinning[tenant, owner]
+            if self.pins.holds_any(tenant, owner):  # pinned meanwhile
+                return True
             del self.pins.ends[tenant, owner]
             self.later.note_ends(tenant)
         if self.later.is_pending:  # saved terms may let a block live that has expired by its header

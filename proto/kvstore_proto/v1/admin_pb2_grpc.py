@@ -118,8 +118,8 @@ class AdminStub(object):
                 _registered_method=True)
         self.RenameTenant = channel.unary_unary(
                 '/kvstore.v1.Admin/RenameTenant',
-                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
-                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
+                request_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantReply.FromString,
                 _registered_method=True)
         self.DropTenant = channel.unary_unary(
                 '/kvstore.v1.Admin/DropTenant',
@@ -379,8 +379,8 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'RenameTenant': grpc.unary_unary_rpc_method_handler(
                     servicer.RenameTenant,
-                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.FromString,
-                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.SerializeToString,
+                    request_deserializer=kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantReply.SerializeToString,
             ),
             'DropTenant': grpc.unary_unary_rpc_method_handler(
                     servicer.DropTenant,
@@ -870,8 +870,8 @@ class Admin(object):
             request,
             target,
             '/kvstore.v1.Admin/RenameTenant',
-            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantRequest.SerializeToString,
-            kvstore__proto_dot_v1_dot_admin__pb2.RenameTenantReply.FromString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_keeping__pb2.RenameTenantReply.FromString,
             options,
             channel_credentials,
             insecure,

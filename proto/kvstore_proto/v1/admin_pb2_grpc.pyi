@@ -25,6 +25,8 @@ from kvstore_proto.v1.keeping_pb2 import (
     DropTenantRequest as DropTenantRequest,
     KeepReply as KeepReply,
     KeepRequest as KeepRequest,
+    RenameTenantReply as RenameTenantReply,
+    RenameTenantRequest as RenameTenantRequest,
     SetTenantReply as SetTenantReply,
     SetTenantRequest as SetTenantRequest,
     ShareStatus as ShareStatus,
@@ -123,8 +125,8 @@ class AdminStub:
     ]
 
     RenameTenant: grpc.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
-        kvstore_proto.v1.admin_pb2.RenameTenantReply,
+        kvstore_proto.v1.keeping_pb2.RenameTenantRequest,
+        kvstore_proto.v1.keeping_pb2.RenameTenantReply,
     ]
 
     DropTenant: grpc.UnaryUnaryMultiCallable[
@@ -239,8 +241,8 @@ class AdminAsyncStub:
     ]
 
     RenameTenant: grpc.aio.UnaryUnaryMultiCallable[
-        kvstore_proto.v1.admin_pb2.RenameTenantRequest,
-        kvstore_proto.v1.admin_pb2.RenameTenantReply,
+        kvstore_proto.v1.keeping_pb2.RenameTenantRequest,
+        kvstore_proto.v1.keeping_pb2.RenameTenantReply,
     ]
 
     DropTenant: grpc.aio.UnaryUnaryMultiCallable[
@@ -389,9 +391,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def RenameTenant(
         self,
-        request: kvstore_proto.v1.admin_pb2.RenameTenantRequest,
+        request: kvstore_proto.v1.keeping_pb2.RenameTenantRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvstore_proto.v1.admin_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.RenameTenantReply]]: ...
+    ) -> typing.Union[kvstore_proto.v1.keeping_pb2.RenameTenantReply, collections.abc.Awaitable[kvstore_proto.v1.keeping_pb2.RenameTenantReply]]: ...
 
     @abc.abstractmethod
     def DropTenant(

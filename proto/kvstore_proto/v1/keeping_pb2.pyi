@@ -301,3 +301,58 @@ class DropTenantReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "kept_blocks", b"kept_blocks", "key_destroyed", b"key_destroyed", "quarantined", b"quarantined", "readable_slots", b"readable_slots", "slots", b"slots"]) -> None: ...
 
 global___DropTenantReply = DropTenantReply
+
+@typing.final
+class RenameTenantRequest(google.protobuf.message.Message):
+    """Blocks stored under one tenant's name belong to another name from now on: of a tenant that the configuration no longer
+    lists, or of a user ("uid-N") that it lists by now.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OLD_FIELD_NUMBER: builtins.int
+    NEW_FIELD_NUMBER: builtins.int
+    REPLACE_FIELD_NUMBER: builtins.int
+    old: builtins.str
+    new: builtins.str
+    replace: builtins.bool
+    """drop what the new name has stored of its own; without it that is a refusal"""
+    def __init__(
+        self,
+        *,
+        old: builtins.str = ...,
+        new: builtins.str = ...,
+        replace: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["new", b"new", "old", b"old", "replace", b"replace"]) -> None: ...
+
+global___RenameTenantRequest = RenameTenantRequest
+
+@typing.final
+class RenameTenantReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    REPLACED_BLOCKS_FIELD_NUMBER: builtins.int
+    REPLACED_BYTES_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    """that the new name has now"""
+    bytes: builtins.int
+    replaced_blocks: builtins.int
+    replaced_bytes: builtins.int
+    clients: builtins.int
+    """of the new name, that have to connect again"""
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        bytes: builtins.int = ...,
+        replaced_blocks: builtins.int = ...,
+        replaced_bytes: builtins.int = ...,
+        clients: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "clients", b"clients", "replaced_blocks", b"replaced_blocks", "replaced_bytes", b"replaced_bytes"]) -> None: ...
+
+global___RenameTenantReply = RenameTenantReply

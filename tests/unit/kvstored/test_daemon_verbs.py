@@ -92,7 +92,7 @@ TENANT: Any = SimpleNamespace(name="t", index_name="t", roots=lambda print_: [b"
 
 def table(held: Any, former: Any = None, last_id: int = 0) -> ClientSessions:
     shares: Any = SimpleNamespace(set=lambda *_: None)
-    weights: Any = SimpleNamespace(admit=lambda *_: None)
+    weights: Any = SimpleNamespace(admit=lambda *_, **__: None)
     return ClientSessions(held, DIRECTORY, shares, StagingPool(0, 0), weights, former, last_id)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -42,6 +43,7 @@ SESSION: Any = SimpleNamespace(
     session_id=1,
     tenant_id=0,
     device_tiers=NO_TIERS,
+    may_write=True,
     fingerprint=Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),)),
 )
 
@@ -215,15 +217,32 @@ def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> 
     assert missed[2:] == [([], other)], "of another request"
 
 
-def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint) -> pb.HintReply:
+def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint, session: Any = SESSION) -> pb.HintReply:
     """The answer to a hint."""
     store, operations = store_of(shelf, policy, now_ns), MagicMock()
     operations.hints = Hints(store)
     answer = Verbs(store, operations, MagicMock(), MagicMock(), MagicMock()).quick["hint"](
-        SESSION, pb.Request(hint=hint)
+        session, pb.Request(hint=hint)
     )
     assert answer is not None
     return answer.hint
+
+
+def test_a_reader_of_a_pool_does_not_say_that_a_chain_is_over() -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    shelf.chain(1, 2, 3)
+    shelf.now_ns = S
+    last = shelf.chain(11, 12, 13)
+    before, session = policy.next_victim(300 * S), copy(SESSION)
+    over = pb.Hint(
+        set=pb.KeySet(keys=b"".join(map(key, (11, 12, 13)))), next_step=pb.NEXT_STEP_CLOSED, will_continue=0.0
+    )
+    session.may_write = False
+    hinted(shelf, policy, 300 * S, over, session)
+    assert policy.next_victim(300 * S) == before != last[-1]
+    hinted(shelf, policy, 300 * S, over)
+    assert policy.next_victim(300 * S) == last[-1]
 
 
 def test_a_queued_request_keeps_its_chain() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cryptography", reason="needs the extra encryption")
 
 from kvstore_proto.arena import HEADER_BYTES, SEALED, TOKENS_OFFSET, BlockHeader, Coded, read_header, slot_bytes
+from kvstore_tiers import failpoints
 from kvstore_tiers.base import Coding, OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.check import check_directory
@@ -219,6 +220,33 @@ def test_without_its_key_a_block_is_unreadable_and_no_damage(node: Node) -> None
     assert node.tier.statistics().blocks == 1
     node.tier.close()
     assert check_directory(node.path, verify_payloads=True) == []
+
+
+def test_what_is_written_while_a_tenant_is_dropped_is_readable_to_nobody(node: Node) -> None:
+    """Blocks that are in DRAM alone are still on their way to NVMe then."""
+    for tenant in (b"a" * 16, b"c" * 16):
+        node.put(1, tenant=b"a" * 16)
+        node.keys.destroy(tenant)
+        slot, header, _ = node.put(2, tenant)
+        assert node.read(slot, header.key)[0] is OutcomeKind.UNREADABLE
+        node.keys.begin_anew(tenant)
+        slot, header, payload = node.put(3, tenant)
+        must_be_whole(node, slot, header, payload)
+        node.sync()
+        assert set(node.reopen()) >= {name(3)} and name(2) not in node.reopen()
+
+
+@pytest.mark.parametrize("failpoint", ["file.keys=error:EIO@1", "keys.written=error:EIO@1"])
+def test_a_key_that_cannot_be_destroyed_is_kept_and_opens_its_blocks_after_a_restart(
+    node: Node, failpoint: str
+) -> None:
+    _, header, payload = node.put(1)
+    node.sync()
+    failpoints.arm(failpoint)
+    with pytest.raises(OSError):
+        node.keys.destroy(header.tenant)
+    failpoints.disarm()
+    must_be_whole(node, node.reopen()[header.key], header, payload)
 
 
 def test_a_tier_without_keys_keeps_encrypted_blocks_or_refuses(node: Node) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ class DataKeyFile(DataKeys):
         self.path = directory / KEYS_FILE
         self._master, self.encrypts = master, encrypts
         self._changing = threading.Lock()
+        self._unsaved: dict[bytes, DataKey] = {}  # of tenants that are being dropped
         remove_leftover(self.path)
         found, self.rewrapped = self._read(former, anew=anew)
         self.are_complete = found is not None or anew
@@ -70,21 +72,31 @@ class DataKeyFile(DataKeys):
         tenant whose blocks are not encrypted. Raises OSError when a new key cannot be saved."""
         if not self.encrypts(digest):
             return None
-        return self._of_tenants.get(digest) or self._made(digest)
+        return self._unsaved.get(digest) or self._of_tenants.get(digest) or self._made(digest)
 
     def numbered(self, number: bytes) -> DataKey | None:
         return self._numbered.get(number)
 
     def destroy(self, digest: bytes) -> bool:
-        """Destroy the key of the tenant with this `digest`. Return whether it had one. Raises OSError when the key is
-        still on the medium."""
+        """Destroy the key of the tenant with this `digest`. Until `begin_anew`, a key that is never saved encrypts what
+        is still written for the tenant. Return whether it had a key. Raises OSError when it keeps its key."""
         with self._changing:
             kept = {number: key for number, key in self._keys.items() if key.owner != digest}
             had_one = len(kept) < len(self._keys)
-            if had_one:
-                self._save(kept)
-                self._set(kept)
+            try:
+                if had_one:
+                    self._save(kept)
+            except OSError:
+                with suppress(OSError):
+                    self._save(self._keys)  # the file may be without the key already, which stays in use
+                raise
+            self._unsaved[digest] = DataKey(os.urandom(_NUMBER_BYTES), os.urandom(DATA_KEY_BYTES))
+            self._set(kept)
             return had_one
+
+    def begin_anew(self, digest: bytes) -> None:
+        """Let the tenant with this `digest`, whose key was destroyed, have a new key. It never waits."""
+        self._unsaved.pop(digest, None)
 
     def state_keys(self) -> dict[bytes, bytes]:
         """Return the keys of small state by number, the newest last."""
@@ -105,9 +117,10 @@ class DataKeyFile(DataKeys):
 
     def _made(self, digest: bytes) -> DataKey:
         with self._changing:
-            if digest not in self._of_tenants:
+            unsaved = self._unsaved.get(digest)
+            if unsaved is None and digest not in self._of_tenants:
                 self._add(digest)
-            return self._of_tenants[digest]
+            return unsaved or self._of_tenants[digest]
 
     def _add(self, owner: bytes) -> bytes:
         number = os.urandom(_NUMBER_BYTES)

@@ -150,9 +150,8 @@ class TenantDirectory:
         if peer.has_no_uid:
             strangers = next((section for section in self.listed if section.unmapped), None)
             return None if strangers is None else self._callable(strangers)
-        for section in self.listed:
-            if peer.uid in section.uids:
-                return self._callable(section)
+        if (by_uid := self.lister(peer.uid)) is not None:
+            return self._callable(by_uid)
         for section in self.listed:
             if peer.gid in section.gids:
                 return None if peer.has_no_gid and not section.unmapped else self._callable(section)
@@ -238,8 +237,10 @@ class TenantDirectory:
         return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
-        """Return the configuration's section of the tenant that lists the user id `uid`, or None when none does."""
-        return next((section for section in self.listed if uid in section.uids), None)
+        """Return the configuration's section of the tenant that lists the user id `uid`, or None when none does. The
+        settings of a tenant uid-N list no one: it is still the tenant of a user whom none lists."""
+        listing = (section for section in self.listed if uid in section.uids)
+        return next((section for section in listing if uid_of(section.name) is None), None)
 
     def is_reachable(self, name: str) -> bool:
         """Return whether any caller can act as the tenant `name`: the configuration lists it, or it is the tenant of a

@@ -289,10 +289,12 @@ class Verbs:
             raise KVStoreError(ErrorKind.INVALID, f"will_continue must be from 0 to 1, got {request.will_continue:g}")
         if request.due_in_ms > DUE_MAX_MS:
             raise KVStoreError(ErrorKind.INVALID, f"due_in_ms must be at most {DUE_MAX_MS}, got {request.due_in_ms}")
-        hint = ChainHint(
-            request.will_continue if request.HasField("will_continue") else None, None,
-            known_step(request.next_step), request.answer_tokens,
-        )  # fmt: skip
+        hint = ChainHint()
+        if session.may_write:  # for a pool's reader, what ends its own use ends no other's
+            hint = ChainHint(
+                request.will_continue if request.HasField("will_continue") else None, None,
+                known_step(request.next_step), request.answer_tokens,
+            )  # fmt: skip
         due_in_ms = request.due_in_ms if request.HasField("due_in_ms") else None
         return pb.HintReply(known_blocks=self._hints.hint(session, keys, hint, due_in_ms))
 
@@ -322,6 +324,7 @@ class Verbs:
 async def _bumped(
     bump: Callable[[Tenant, str, int], Awaitable[Bumped]], session: ClientSession, request: pb.BumpWeights
 ) -> pb.BumpWeightsReply:
+    session.require_writer()
     bumped = await bump(session.tenant, request.weights, request.version)
     return pb.BumpWeightsReply(version=bumped.version, clients=bumped.clients, blocks=bumped.blocks)
 

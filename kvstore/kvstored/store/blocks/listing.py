@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstored.store.blocks.rows import ROW_BITS
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import holding
 
@@ -87,6 +88,13 @@ async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIte
 def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
     """Return the values of the column `name` of the block table, as an array with one entry for each of `rows`."""
     return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
+
+
+def tokens_of(residency: ResidencyView, rows: Int64Array) -> npt.NDArray[np.uint64]:
+    """Return the token of each of `rows`, as an array. An async caller keeps tokens, not rows."""
+    generation = np.frombuffer(residency.rows.generation, np.uint32)[rows].astype(np.uint64)
+    tokens: npt.NDArray[np.uint64] = generation << np.uint64(ROW_BITS) | rows.astype(np.uint64)
+    return tokens
 
 
 def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:

@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
@@ -87,13 +88,17 @@ class Puts:
         self._needs_new_copy = store.promoter.needs_new_copy  # of a block that is stored, where it cannot be read now
         self._retention, self._boundaries = store.retention, store.boundaries
         self._feed, self._lossy = store.feed, store.lossy_copies
-        self._running: set[asyncio.Task[Settling]] = set()
+        self._running: dict[asyncio.Task[Settling], int] = {}  # with the tenant
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
     async def finish(self) -> None:
         """Wait for all puts under way, also those whose clients have gone."""
         while self._running:
             await asyncio.wait(set(self._running))
+
+    def under_way(self, tenant: int) -> set[asyncio.Task[Any]]:
+        """Return the puts of `tenant` that have not ended, also those whose clients have gone."""
+        return {storing for storing, owner in self._running.items() if owner == tenant}
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
         """Start a put of the blocks in `offer`, and yield its answers: one when the blocks are published (readable),
@@ -145,7 +150,7 @@ class Puts:
         client.beginning += 1
         let_go = self._retention.pins.hold(tenant, terms.pin, sum(block.nbytes for block in intake.blocks))
         storing = asyncio.create_task(self._store_rest(intake, mistake))
-        self._running.add(storing)
+        self._running[storing] = tenant
         client.copying.add(storing)
         storing.add_done_callback(partial(self._ended, intake, offer))
         storing.add_done_callback(lambda _: let_go())
@@ -153,7 +158,7 @@ class Puts:
 
     def _ended(self, intake: _Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
-        self._running.discard(storing)
+        self._running.pop(storing, None)
         self.being_written.difference_update((client.tenant_id, block.key) for block in intake.blocks)
         if offer.reserved is not None:
             offer.reserved.end()
