@@ -1,14 +1,17 @@
 // Chooses the pages of a context that a decode row's attention reads, as a ggml custom operation before it.
 //
-// The bounds are Quest's (Tang et al. 2024), of each block of the pool: for each channel the least and the greatest key.
-// The greatest score that any key of the block can have is then the sum of q * greatest where q > 0 and q * least
-// elsewhere; a page has the greatest of its blocks. Bounds depend on keys alone, never on a query: whoever shares a
+// The bounds are Quest's (Tang et al. 2024): for each channel the least and the greatest key. The greatest score that any
+// key of a page can have is then the sum of q * greatest where q > 0 and q * least elsewhere. Bounds are kept for each
+// block of the pool; those of a page span its blocks. (The greatest of its blocks' own scores is a closer bound, but
+// lost answers of benchmarks/selection.py.) Bounds depend on keys alone, never on a query: whoever shares a
 // block shares them, and blocks stay whole. They are computed when a block is first scored, rounded outwards to
 // bfloat16, and forgotten by whoever writes to the block (page_bounds.py).
 //
-// A K/V head reads the page that holds the sinks, the pages of the recent window, and of the others those that come
-// nearest to the best page of any of its query heads. Sums have one order on every processor, so the choice does too.
+// A K/V head reads the page that holds the sinks, the pages of the recent window, and of the others those to which its
+// query heads would give the most attention if every page had one key, at its bound: the softmax of each head, summed.
+// A head that prefers no page then has no say. Sums have one order in every build, so builds choose alike.
 
+#include <cmath>
 #include <functional>
 
 #include "tile.h"
@@ -73,28 +76,32 @@ const char* bounds_of(const Pass& pass, int64_t block) {
     return (const char*)bounds;
 }
 
-// What the bounds allow in the pages [1, last) for the query at `query`, and the greatest of these scores.
+// Writes to `scores` what the bounds allow in the pages [1, last) for `query`. Returns the greatest.
 float score(const Pass& pass, const float* query, int64_t last, float* scores) {
-    const int64_t page_blocks = kPageKeys / pass.step->block_tokens, end = last * page_blocks;
+    const int64_t page_blocks = kPageKeys / pass.step->block_tokens;
     float above[kMaxHeadDim], below[kMaxHeadDim], best = -kMost;
     for (int64_t d = 0; d < pass.head_dim; d++) above[d] = std::max(query[d], 0.f), below[d] = std::min(query[d], 0.f);
-    std::fill(scores + 1, scores + last, -kMost);
-    for (int64_t first = page_blocks; first < end; first += 8) {
+    for (int64_t first = 1; first < last; first += 8) {
         Eight sums[8] = {};
-        const int count = int(std::min<int64_t>(8, end - first));
+        const int count = int(std::min<int64_t>(8, last - first));
         for (int i = 0; i < count; i++) {
-            const char *const least = bounds_of(pass, first + i), *const greatest = least + 2 * pass.head_dim;
+            const char* blocks[kPageKeys];
+            for (int64_t b = 0; b < page_blocks; b++) blocks[b] = bounds_of(pass, (first + i) * page_blocks + b);
             for (int64_t d = 0; d < pass.head_dim; d += 8) {
-                sums[i] = fma(load_eight(below + d), BFloat::widen(least, d), sums[i]);
-                sums[i] = fma(load_eight(above + d), BFloat::widen(greatest, d), sums[i]);
+                Eight least = BFloat::widen(blocks[0], d), greatest = BFloat::widen(blocks[0], pass.head_dim + d);
+                for (int64_t b = 1; b < page_blocks; b++) {
+                    least = lower(least, BFloat::widen(blocks[b], d));
+                    greatest = higher(greatest, BFloat::widen(blocks[b], pass.head_dim + d));
+                }
+                sums[i] = fma(load_eight(below + d), least, sums[i]);
+                sums[i] = fma(load_eight(above + d), greatest, sums[i]);
             }
         }
         alignas(64) float allowed[8];
         store_eight(allowed, sums_of_lanes(sums));
         for (int i = 0; i < count; i++) {  // numbers, whatever K holds: the sort below needs an order
-            float& page = scores[(first + i) / page_blocks];
-            page = std::max(page, allowed[i] == allowed[i] ? std::clamp(allowed[i], -kMost, kMost) : kMost);
-            best = std::max(best, page);
+            scores[first + i] = allowed[i] == allowed[i] ? std::clamp(allowed[i], -kMost, kMost) : kMost;
+            best = std::max(best, scores[first + i]);
         }
     }
     return best;
@@ -118,13 +125,13 @@ void choose(const Pass& pass, int32_t sequence, int64_t wanted) {
     float* const others = scores + step.page_stride;
     std::fill_n(chosen, pages, uint8_t(1));
     if (wanted >= pages) return;
+    std::fill(scores + 1, scores + last, 0.f);
     for (int64_t head = 0; head < pass.group; head++) {
-        float* const target = head ? others : scores;
-        const float best = score(pass, pass.query + head * pass.head_dim, last, target);
-        for (int64_t page = 1; page < last; page++) {
-            target[page] -= best;
-            scores[page] = std::max(scores[page], target[page]);
-        }
+        const float best = score(pass, pass.query + head * pass.head_dim, last, others), scale = float(pass.layer->scale);
+        float total = 0;
+        for (int64_t page = 1; page < last; page++)
+            total += others[page] = std::exp((others[page] - best) * scale);
+        for (int64_t page = 1; page < last; page++) scores[page] += others[page] / total;
     }
     mark(chosen, scores, others, last, wanted - 1 - kRecentPages);
 }
