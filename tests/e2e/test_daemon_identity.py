@@ -88,6 +88,7 @@ def daemon_with(place: Path, *lines: str, settings: tuple[str, ...] = ()) -> Ite
         yield daemon
 
 
+@pytest.mark.slow
 @ROOT
 def test_a_cgroup_is_its_tenant_and_no_name_below_it_is_another(tmp_path: Path) -> None:
     with ExitStack() as stack:

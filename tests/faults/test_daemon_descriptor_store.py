@@ -124,6 +124,7 @@ def test_what_is_stored_under_our_names_and_is_not_ours_is_dropped(
     assert found(daemon, 1) == BLOCKS
 
 
+@pytest.mark.slow
 def test_an_upgrade_with_another_format_ends_warm_restart_once_only(
     daemon: RunningDaemon, manager: ServiceManager
 ) -> None:

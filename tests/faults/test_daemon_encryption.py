@@ -266,6 +266,7 @@ def test_a_dropped_tenant_leaves_nothing_readable(daemon: RunningDaemon) -> None
     daemon.stop()
 
 
+@pytest.mark.slow
 def test_a_tenant_that_was_never_encrypted_is_dropped_and_counted(daemon: RunningDaemon) -> None:
     without(daemon, "encryption.default")
     daemon.start()
@@ -277,6 +278,7 @@ def test_a_tenant_that_was_never_encrypted_is_dropped_and_counted(daemon: Runnin
     daemon.stop()
 
 
+@pytest.mark.slow
 def test_a_changed_block_is_damage_and_goes_to_quarantine(daemon: RunningDaemon) -> None:
     daemon.is_spoilt = True
     daemon.settings += ("scrub.enabled=false",)

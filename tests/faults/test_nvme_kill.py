@@ -90,6 +90,7 @@ SEALED_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "hit"), first_of_each(SEALED_CASES, lambda case: case[0]))
 def test_a_kill_loses_nothing_durable_that_is_encrypted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hit: int

@@ -103,6 +103,7 @@ def test_a_value_that_is_changed_or_in_another_place_is_not_read(tmp_path: Path)
     read.close()
 
 
+@pytest.mark.slow
 def test_what_was_deleted_is_nowhere_after_a_rewrite(tmp_path: Path) -> None:
     """A compact copy keeps deleted keys as separators of pages; every one is looked for."""
     chance = random.Random(1)
