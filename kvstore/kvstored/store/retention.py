@@ -120,9 +120,10 @@ class Retention:
             self._renew_above(rows)
         residency, later, expires_s = self._residency, self.later, self._expiry(terms.ttl_s or 0)
         mask, only = residency.rows.mask, ONLY[residency.mapped]
+        may_differ = expires_s or "expires_s" in self._columns
         for row in rows if later.is_followed else ():
             is_in_another = mask[row] != only and residency.terms_of(row) != (0, 0, 0)
-            if is_in_another or residency.expires_s(row) != expires_s:  # the header has other terms
+            if is_in_another or (may_differ and residency.expires_s(row) != expires_s):  # the header has other terms
                 later.note(row, ALL)
             elif scope := residency.rows.optional.get("later_terms", row):
                 later.note(row, scope)
