@@ -26,6 +26,7 @@ from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, SLOT_BYTES, small_store
 
 REMOTE, BLOCKS = 2, 4
+PATIENT_MS = 60_000  # a busy machine may take longer than a get waits by default
 Scenario = Callable[[DrivenStore], Coroutine[None, None, None]]
 
 
@@ -70,7 +71,7 @@ def test_all_shares_what_is_put_and_another_node_finds_it(tmp_path: Path, mode: 
         assert all(driven.tiers_of(key) >> REMOTE & 1 for key in keys_of(1, BLOCKS))
 
     async def second(driven: DrivenStore) -> None:
-        assert (await driven.get(keys_of(1, BLOCKS))).blocks == BLOCKS
+        assert (await driven.get(keys_of(1, BLOCKS), wait_ms=PATIENT_MS)).blocks == BLOCKS
 
     run(tmp_path / "first", first, store, ALL)
     run(tmp_path / "second", second, store, EVICTED)

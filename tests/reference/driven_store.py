@@ -71,10 +71,10 @@ class DrivenStore:
             [PAYLOAD_BYTES] * len(keys), Payloads(keys), range(len(keys)), terms=terms,
         )  # fmt: skip
 
-    async def get(self, keys: Sequence[bytes], client: Client | None = None) -> Acquired:
-        """Get a chain, compare what came with what was put, and release it."""
+    async def get(self, keys: Sequence[bytes], client: Client | None = None, wait_ms: int = 0) -> Acquired:
+        """Get a chain, compare what came with what was put, and release it. `wait_ms` is the bound of the request."""
         client = client or self.client
-        held = await self.operations.get.acquire(client, GetRequest(b"".join(keys)))
+        held = await self.operations.get.acquire(client, GetRequest(b"".join(keys), wait_ms))
         if held.run is not None:
             for key, slot in zip(keys, held.run.slots, strict=False):
                 stored = self.small.store.host.view(slot)[4096 : 4096 + PAYLOAD_BYTES]
