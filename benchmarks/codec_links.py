@@ -204,10 +204,11 @@ async def compare(case: Case, turns: int) -> tuple[list[float], list[float]]:
             plain = await stack.enter_async_context(reader(case, shape))
             auto = await stack.enter_async_context(reader(case, shape, *AUTO))
             for each in (plain, auto):
-                await each.put(keys_of(1, 16))
-                for _ in range(5):
-                    await each.get_s(1, 16)  # what is chosen follows what was measured
-                    await asyncio.sleep(0.2)
+                for chain in (1, 3):  # what is chosen follows what was measured, of both forms
+                    await each.put(keys_of(chain, 16))
+                    for _ in range(5):
+                        await each.get_s(chain, 16)
+                        await asyncio.sleep(0.2)
                 await each.put(keys_of(2, BLOCKS))
             taken: tuple[list[float], list[float]] = ([], [])
             for turn in range(turns):

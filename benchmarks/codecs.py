@@ -110,12 +110,11 @@ def _library_alone(given: Payloads, rounds: int, source: Bytes, target: Bytes) -
     library, found = OpenZL(), Measured()
     layers = [layer for payload in given.payloads for layer in payload.reshape(given.shape.layers, -1)]
     pieces = [layer[each.offset : each.offset + each.nbytes] for layer in layers for each in given.shape.tensors]
-    made = [library.compress(piece, is_bfloat=False) for piece in pieces]
-    coded = [(np.frombuffer(each, np.uint8), piece.nbytes) for each, piece in zip(made, pieces, strict=True)]
+    coded = [(library.compress(piece.data, is_bfloat=False), piece.nbytes) for piece in pieces]
 
     def encode() -> None:
         for piece in pieces:
-            library.compress(piece, is_bfloat=False)
+            library.compress(piece.data, is_bfloat=False)
 
     def decode() -> None:
         for each, nbytes in coded:

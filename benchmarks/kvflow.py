@@ -2,8 +2,8 @@
 memory, over all pages (the baseline) or over selected pages that a scratch of the size of a cache keeps (orchestrated).
 
 The engine decodes documents with SmolLM2-135M; the queries, K and V that it used are replayed through its own attention
-kernel (`support/kvflow.cpp`). Slow memory is DRAM. Orchestrated reads the bounds of all pages (64 tokens of one K/V
-head), chooses half of the pages, copies the chosen ones that the scratch lacks, and attends to the scratch. The
+kernels (`support/kvflow.cpp`). Slow memory is DRAM. Orchestrated lets the engine choose half of the pages (32 tokens of
+one K/V head) by their bounds, copies the chosen ones that the scratch lacks, and attends to the scratch. The
 simulator's `Scratch` decided beforehand what it keeps; the time of deciding is not measured. With overlap a second
 thread fetches for the next layer: all pages, or the ones that the layer chose for the token before. Exposed is the time
 from the end of a layer's other work, a read of its weights, to the end of its attention, less the time of attention
@@ -30,13 +30,15 @@ from kvstore_engine.ggml.structs import Tensor
 from kvstore_engine.kernels import select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.kernels.layout import AttentionShape, Layer, StepMemory
+from kvstore_engine.kernels.page_bounds import PageBounds
 from kvstore_engine.kernels.reference import paged_attention
+from kvstore_engine.page_selection import PAGE_TOKENS, PageSelection
 from kvstore_simulator.decode import BASELINE, ORCHESTRATED, DecodeRow, DecodeStudy, LayerPlan, Scratch, plans_of
 from kvstore_simulator.hit_value import models
 from kvstore_simulator.machine import load_machine
 from kvstore_simulator.page_trace import PageStep, PageTrace
 
-PAGE_TOKENS, RECENT_PAGES, SHARE = 64, 3, 0.5
+SELECTION = PageSelection(share=0.5)
 PROMPT_TOKENS, SCRATCH_BYTES = 4096, 16 << 20
 POLICY, PROFILE = "w-tinylfu", "h100"
 READS, HITS = 0.54, 0.144  # what the KVFlow seed reached; its exposed latency was 2.18 of the baseline's
@@ -50,10 +52,10 @@ class Call(ct.Structure):
     _fields_ = (("destination", ct.c_void_p), ("layer", ct.c_void_p), ("counter", ct.c_void_p))
 
 
-_NUMBERS = ("layers", "kv_heads", "group", "head_dim", "page_tokens", "tokens", "pages", "wanted", "recent")
-_NUMBERS += ("bound_pages", "layer_stride", "weight_bytes")
-_POINTERS = ("keys", "values", "bounds", "queries", "scratch_keys", "scratch_values", "chosen", "places", "source")
-_POINTERS += ("first_expected", "expected", "weights", "attention", "all", "selected", "tables")
+_NUMBERS = ("layers", "kv_heads", "head_dim", "page_tokens", "tokens", "pages", "wanted")
+_NUMBERS += ("layer_stride", "weight_bytes", "bound_bytes")
+_POINTERS = ("keys", "values", "bounds", "scratch_keys", "scratch_values", "chosen", "places", "source")
+_POINTERS += ("first_expected", "expected", "weights", "attention", "choice", "all", "selected", "choosing", "marks")
 
 
 class Flow(ct.Structure):
@@ -61,7 +63,8 @@ class Flow(ct.Structure):
 
     _fields_ = (
         *((name, ct.c_int64) for name in _NUMBERS), *((name, ct.c_void_p) for name in _POINTERS),
-        ("table_stride", ct.c_int64), ("seconds", ct.c_void_p), ("unlike", ct.c_int64),
+        ("mark_stride", ct.c_int64), ("tables", ct.c_void_p), ("table_stride", ct.c_int64), ("seconds", ct.c_void_p),
+        ("unlike", ct.c_int64),
     )  # fmt: skip
 
 
@@ -88,7 +91,14 @@ class Replay:
         folder = Path(__file__).parent / "support"
         self.native = ct.CDLL(str(build_library("kvflow", folder, [Unit("kvflow.cpp", ("-march=native",))])))
         self.native.kvflow_attention_s.restype = ct.c_double
-        self.bounds = self._bounds()
+        self._kernels, self.output = select_kernels("cpp"), np.zeros((self.heads, self.head_dim), np.float32)
+        self._tensors = [(Tensor(), Tensor(data=self.output.ctypes.data)) for _ in range(self.layers)]
+        for source, destination in self._tensors:
+            destination.src[0] = ct.addressof(source)
+        self._bounds = PageBounds(self.layers, -(-self.tokens // PAGE_TOKENS), self.kv_heads, self.head_dim)
+        self._room = self._bounds.beside(lambda size: memoryview(bytearray(size)))(1)
+        self.choosing = self._over_all(self._bounds)
+        self._choices = self._calls(self.choosing, "next_choice")
         self.weights = np.ones((self.layers, recording.weight_bytes // 64 * 8), np.int64)
         self.seconds = np.zeros(self.layers)
         self.trace = PageTrace(
@@ -98,22 +108,22 @@ class Replay:
         self.plans = self._plans()
         self._memories()
 
-    def _bounds(self) -> Floats:
-        whole = self.tokens // PAGE_TOKENS
-        keys = self.recording.keys[:, : whole * PAGE_TOKENS].astype(np.float32)
-        pages = keys.reshape(self.layers, whole, PAGE_TOKENS, self.kv_heads, self.head_dim)
-        return np.ascontiguousarray(np.stack((pages.min(2), pages.max(2)), 3))
-
     def flow(self, step: int, plan: Plan | None = None) -> Flow:
         recording, tokens = self.recording, self.recording.prompt_tokens + step + 1
         pages = -(-tokens // PAGE_TOKENS)
+        wanted = SELECTION.read_pages(tokens) or pages
         flow = Flow(
-            self.layers, self.kv_heads, self.heads // self.kv_heads, self.head_dim, PAGE_TOKENS, tokens, pages,
-            int(SHARE * pages), RECENT_PAGES, self.bounds.shape[1], recording.keys[0].size, self.weights[0].nbytes,
-            recording.keys.ctypes.data, recording.values.ctypes.data, self.bounds.ctypes.data,
-            recording.queries[step].ctypes.data,
+            self.layers, self.kv_heads, self.head_dim, PAGE_TOKENS, tokens, pages, wanted, recording.keys[0].size,
+            self.weights[0].nbytes, self._bounds.values[0].nbytes, recording.keys.ctypes.data,
+            recording.values.ctypes.data, self._bounds.values.ctypes.data,
         )  # fmt: skip
         flow.weights, flow.seconds = self.weights.ctypes.data, self.seconds.ctypes.data
+        for layer, (source, _) in enumerate(self._tensors):
+            source.data = recording.queries[step, layer].ctypes.data
+        self.choosing.sequences[0] = 0, 1, tokens, wanted
+        self.choosing.begin(1)
+        flow.choice, flow.choosing = self._kernels.page_choice_address, ct.addressof(self._choices)
+        flow.marks, flow.mark_stride = self.choosing.chosen.ctypes.data, self.choosing.chosen.shape[2]
         if plan is not None:
             for name in ("chosen", "places", "source", "first_expected", "expected"):
                 setattr(flow, name, getattr(plan, name).ctypes.data)
@@ -160,34 +170,35 @@ class Replay:
     # ---- the kernel ------------------------------------------------------------------------------------------------
 
     def _memories(self) -> None:
-        pages = -(-self.tokens // PAGE_TOKENS)
         last = max(max(plan.places.max(), plan.expected[:, 1].max()) for plan in self.plans)
         self.scratch = [np.zeros((last + 1, PAGE_TOKENS, self.head_dim), np.float16) for _ in range(2)]
-        group, kind = self.heads // self.kv_heads, KV_TYPES["f16"]
-        planes = [(keys.ctypes.data, values.ctypes.data) for keys, values in
-                  zip(self.recording.keys, self.recording.values, strict=True)]  # fmt: skip
-        self.all = StepMemory(
-            AttentionShape(self.heads, self.kv_heads, self.head_dim, PAGE_TOKENS, kind), planes,
-            max_sequences=1, max_blocks=pages,
-        )  # fmt: skip
+        self.all = self._over_all()
         # In the scratch each K/V head has pages of its own: to the kernel they are sequences of one head.
         self.selected = StepMemory(
-            AttentionShape(group, 1, self.head_dim, PAGE_TOKENS, kind),
+            AttentionShape(self.heads // self.kv_heads, 1, self.head_dim, PAGE_TOKENS, KV_TYPES["f16"]),
             [(self.scratch[0].ctypes.data, self.scratch[1].ctypes.data)] * self.layers,
-            max_sequences=self.kv_heads, max_blocks=pages,
+            max_sequences=self.kv_heads, max_blocks=-(-self.tokens // PAGE_TOKENS),
         )  # fmt: skip
-        self.attention = select_kernels("cpp").attention_address
-        self.output = np.zeros((self.heads, self.head_dim), np.float32)
-        self._tensors = [(Tensor(), Tensor(data=self.output.ctypes.data)) for _ in range(self.layers)]
-        for source, destination in self._tensors:
-            destination.src[0] = ct.addressof(source)
-        self.calls = [self._calls(memory) for memory in (self.all, self.selected)]
+        self.calls = [self._calls(memory, "next_item") for memory in (self.all, self.selected)]
 
-    def _calls(self, memory: StepMemory) -> Any:
+    def _over_all(self, bounds: PageBounds | None = None) -> StepMemory:
+        """Return what the kernels read to work on K and V where they are."""
+        shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, PAGE_TOKENS, KV_TYPES["f16"])
+        planes = [
+            (keys.ctypes.data, values.ctypes.data)
+            for keys, values in zip(self.recording.keys, self.recording.values, strict=True)
+        ]
+        memory = StepMemory(
+            shape, planes, max_sequences=1, max_blocks=-(-self.tokens // PAGE_TOKENS), bounds=bounds
+        )  # fmt: skip
+        memory.tables[0] = np.arange(memory.tables.shape[1])
+        return memory
+
+    def _calls(self, memory: StepMemory, counter: str) -> Any:
         return (Call * self.layers)(*(
             Call(
                 ct.addressof(destination), memory.layer_address(layer),
-                memory.layer_address(layer) + Layer.next_item.offset,
+                memory.layer_address(layer) + getattr(Layer, counter).offset,
             )
             for layer, (_, destination) in enumerate(self._tensors)
         ))  # fmt: skip
@@ -195,17 +206,16 @@ class Replay:
     def prepare(self, step: int) -> Flow:
         """Return the flow of one token, with the kernel's records set for it."""
         flow = self.flow(step, self.plans[step])
-        for layer, (source, _) in enumerate(self._tensors):
-            source.data = self.recording.queries[step, layer].ctypes.data
         self.all.sequences[0, :3] = 0, 1, flow.tokens
-        self.all.tables[0] = np.arange(self.all.tables.shape[1])
+        self.all.tables[0] = np.arange(self.all.tables.shape[1])  # `computing_s` has others
         chosen_tokens = flow.tokens - (flow.pages - flow.wanted) * PAGE_TOKENS
         for head in range(self.kv_heads):
             self.selected.sequences[head, :3] = head, 1, chosen_tokens
         self.all.begin(1)
         self.selected.begin(self.kv_heads)
         flow.scratch_keys, flow.scratch_values = (each.ctypes.data for each in self.scratch)
-        flow.attention, flow.all, flow.selected = self.attention, *map(ct.addressof, self.calls)
+        flow.attention = self._kernels.attention_address
+        flow.all, flow.selected = map(ct.addressof, self.calls)
         flow.tables, flow.table_stride = self.selected.tables.ctypes.data, self.selected.tables.shape[1]
         return flow
 

@@ -1,21 +1,19 @@
-// Decodes one token's attention over K and V in slow memory, through the engine's own kernel: over all pages where they
-// are, or over selected pages that were copied to a scratch of the size of a cache. kvflow.py says which pages, and
-// where in the scratch. With overlap a second thread works for the next layer meanwhile. What is between two attentions
+// Decodes one token's attention over K and V in slow memory, through the engine's own kernels: over all pages where they
+// are, or over the pages that the engine chooses, copied to a scratch of the size of a cache. kvflow.py says where in the
+// scratch. With overlap a second thread works for the next layer meanwhile. What is between two attentions
 // is played by reading as many bytes as a layer has weights.
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <thread>
 #include <vector>
 
 namespace {
 
-using Attention = void (*)(void* destination, int thread, int threads, void* layer);
+using Operation = void (*)(void* destination, int thread, int threads, void* layer);
 
 struct Call {
     void *destination, *layer;
@@ -23,17 +21,19 @@ struct Call {
 };
 
 struct Flow {  // kvflow.py's, field by field, 64 bits each
-    int64_t layers, kv_heads, group, head_dim, page_tokens, tokens, pages, wanted, recent, bound_pages;
-    int64_t layer_stride, weight_bytes;         // of one layer: elements of K, bytes
+    int64_t layers, kv_heads, head_dim, page_tokens, tokens, pages, wanted;
+    int64_t layer_stride, weight_bytes, bound_bytes;  // of one layer: elements of K, bytes
     const uint16_t *keys, *values;              // [layers][tokens][kv_heads][head_dim], layer_stride apart
-    const float *bounds, *queries;              // [layers][bound_pages][kv_heads][2][head_dim]; [layers][heads][head_dim]
+    const char* bounds;                         // [layers][bound_bytes]
     uint16_t *scratch_keys, *scratch_values;    // [places][page_tokens][head_dim]
     const int32_t *chosen, *places, *source;    // [layers][kv_heads][wanted]; source: index in `expected`, or:
     const int64_t* first_expected;              // [layers + 1]
     const int32_t* expected;                    // [][2]: page * kv_heads + head, place
     const char* weights;                        // [layers][weight_bytes]
-    Attention attention;
-    const Call *all, *selected;                 // [layers]
+    Operation attention, choice;
+    const Call *all, *selected, *choosing;      // [layers]
+    const uint8_t* marks;                       // of `choosing`: [kv_heads][mark_stride], 1 for a page that is read
+    int64_t mark_stride;
     int32_t* tables;                            // of `selected`: [kv_heads][table_stride]
     int64_t table_stride;
     double* seconds;                            // [layers]: from the end of other work to the end of attention
@@ -47,9 +47,9 @@ double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void attend(const Flow& flow, const Call& call) {
+void compute(Operation operation, const Call& call) {
     *call.counter = 0;
-    flow.attention(call.destination, 0, 1, call.layer);
+    operation(call.destination, 0, 1, call.layer);
 }
 
 int64_t read_all(const char* bytes, int64_t count) {
@@ -73,42 +73,12 @@ void copy_rows(const Flow& flow, int64_t layer, int64_t id, int64_t place, int64
     }
 }
 
-// The pages that `layer` reads, ascending for each K/V head: the first, the recent ones, and those whose bounds come
-// nearest to the best page of any query head.
+// The pages that `layer` reads, ascending for each K/V head, by the engine's own choice.
 void choose(const Flow& flow, int64_t layer, int32_t* chosen) {
-    const int64_t last = flow.pages - flow.recent, wanted = flow.wanted - 1 - flow.recent, width = flow.head_dim;
-    static thread_local std::vector<float> best, scores, sorted;
-    for (int64_t head = 0; head < flow.kv_heads; head++, chosen += flow.wanted) {
-        best.assign(last, -INFINITY);
-        for (int64_t query = 0; query < flow.group; query++) {
-            const float* const q = flow.queries + ((layer * flow.kv_heads + head) * flow.group + query) * width;
-            scores.assign(last, -INFINITY);
-            float top = -INFINITY;
-            for (int64_t page = 1; page < last; page++) {
-                const float* const low = flow.bounds + (((layer * flow.bound_pages + page) * flow.kv_heads + head) * 2) * width;
-                float lanes[16] = {};
-                for (int64_t d = 0; d < width; d += 16)
-                    for (int64_t i = 0; i < 16; i++) {
-                        const float a = q[d + i] * low[d + i], b = q[d + i] * low[width + d + i];
-                        lanes[i] += a > b ? a : b;
-                    }
-                float sum = 0;
-                for (float lane : lanes) sum += lane;
-                scores[page] = sum;
-                top = std::max(top, sum);
-            }
-            for (int64_t page = 1; page < last; page++) best[page] = std::max(best[page], scores[page] - top);
-        }
-        sorted.assign(best.begin() + 1, best.end());
-        std::nth_element(sorted.begin(), sorted.begin() + wanted - 1, sorted.end(), std::greater<float>());
-        const float least = sorted[wanted - 1];
-        int64_t equal = wanted - std::count_if(best.begin() + 1, best.end(), [&](float each) { return each > least; });
-        int64_t count = 0;
-        chosen[count++] = 0;
-        for (int64_t page = 1; page < last; page++)
-            if (best[page] > least || (best[page] == least && equal-- > 0)) chosen[count++] = int32_t(page);
-        for (int64_t page = last; page < flow.pages; page++) chosen[count++] = int32_t(page);
-    }
+    compute(flow.choice, flow.choosing[layer]);
+    for (int64_t head = 0; head < flow.kv_heads; head++)
+        for (int64_t page = 0; page < flow.pages; page++)
+            if (flow.marks[head * flow.mark_stride + page]) *chosen++ = int32_t(page);
 }
 
 // A second thread that fetches what a layer will need, and what it has claimed or done of that.
@@ -154,14 +124,13 @@ class Fetcher {
         }
     }
     void fetch(int64_t layer) {
-        const int64_t bound_bytes = flow_.bound_pages * flow_.kv_heads * 2 * flow_.head_dim * 4;
         if (!is_selecting_) {
             const int64_t nbytes = flow_.tokens * flow_.kv_heads * flow_.head_dim * 2;
             sink = read_all((const char*)(flow_.keys + layer * flow_.layer_stride), nbytes);
             sink = read_all((const char*)(flow_.values + layer * flow_.layer_stride), nbytes);
             return;
         }
-        prefetch((const char*)flow_.bounds + layer * bound_bytes, bound_bytes);
+        prefetch(flow_.bounds + layer * flow_.bound_bytes, flow_.bound_bytes);
         const int64_t count = flow_.first_expected[layer + 1] - flow_.first_expected[layer];
         for (int64_t index = 0; index < count && begun_.load(std::memory_order_relaxed) == layer; index++)
             take(layer, index);
@@ -195,7 +164,7 @@ void attend_selected(Flow& flow, int64_t layer, Fetcher* fetcher) {
         flow.tables[i / flow.wanted * flow.table_stride + i % flow.wanted] = places[i];
     }
     if (fetcher) fetcher->begin(layer + 1);
-    attend(flow, flow.selected[layer]);
+    compute(flow.attention, flow.selected[layer]);
 }
 
 }  // namespace
@@ -212,7 +181,7 @@ extern "C" void kvflow_token(Flow* flow, int is_selecting, int overlaps) {
             attend_selected(*flow, layer, fetcher);
         } else {
             if (fetcher) fetcher->begin(layer + 1);
-            attend(*flow, flow->all[layer]);
+            compute(flow->attention, flow->all[layer]);
         }
         flow->seconds[layer] = now() - began;
     }
@@ -221,8 +190,8 @@ extern "C" void kvflow_token(Flow* flow, int is_selecting, int overlaps) {
 
 // The seconds of attention alone, the second of two calls: what it reads is in the cache, if it fits.
 extern "C" double kvflow_attention_s(const Flow* flow, const Call* call) {
-    attend(*flow, *call);
+    compute(flow->attention, *call);
     const double began = now();
-    attend(*flow, *call);
+    compute(flow->attention, *call);
     return now() - began;
 }

@@ -25,7 +25,7 @@ from kvstore_simulator.trace import TraceError
 FORMAT, VERSION = "pages", 1
 SHIPPED = ("smollm2-135m",)
 _PAGES_MAX = 1 << 20
-_BOUND_BYTES = 4  # float32
+_BOUND_BYTES = 2  # bfloat16, as the engine has them
 _PAGE_TOKENS_MAX = 1 << 12
 
 

@@ -12,11 +12,13 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
 from kvstore_tiers.base import Tier
+from kvstore_tiers.codecs.profiles import ProfileError, Profiles, read_profiles
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.data_keys import NoDataKeys
 from kvstore_tiers.nvme.directory import TierDirectory
@@ -28,7 +30,7 @@ from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import names_in
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
-from kvstored.config import Config
+from kvstored.config import Config, ConfigError
 from kvstored.config.private_input import read_secret
 from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
@@ -88,7 +90,8 @@ def open_storage(
     )  # fmt: skip
     tiers = open_tiers(config, memory, memory.open(forget=keyring.dram_is_lost), start, stack)
     residency = make_residency(config, tiers)
-    residency.window_of, residency.shape_of = tenants.window_blocks, tenants.payload_shape
+    residency.window_of, profiles = tenants.window_blocks, _read_profiles(config.daemon.codec_profiles)
+    residency.shape_of = lambda digest, group, nbytes: profiles.shape_of(tenants.fingerprint(digest), group, nbytes)
     durable = tiers[residency.durable] if residency.durable >= 0 else None
     if durable is not None and keyring.nvme_is_lost:
         drop_blocks(durable)
@@ -111,6 +114,13 @@ def open_storage(
         cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
         unsaved.failed(keyring.path, error, cost)
     return NodeStorage(tenants, store, former, state, saver, unsaved)
+
+
+def _read_profiles(directory: Path | None) -> Profiles:
+    try:
+        return read_profiles(directory)
+    except ProfileError as error:
+        raise ConfigError(f"daemon.codec_profiles: {error}") from None
 
 
 def _keep_leases(former: FormerClients, memory: NodeMemory, state: DaemonState) -> None:

@@ -57,6 +57,7 @@ class TinyModel:
     """The shape of a random model. `metadata` is added last and may replace any key.
 
     `long_short`: LongRoPE's two sets of divisors. `biases`: of these matrices in addition to the architecture's own.
+    `attention_gains`: by layer, how much attention adds, 1 for all if not given.
     """
 
     layers: int = 2
@@ -73,6 +74,7 @@ class TinyModel:
     architecture: str = "llama"
     long_short: bool = False
     biases: tuple[str, ...] = ()
+    attention_gains: tuple[float, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -172,7 +174,8 @@ def _tensors(model: TinyModel) -> Iterator[tuple[str, Tensor]]:
             yield from matrix(prefix + "attn_q", queries, model.width, 1.5)
             yield from matrix(prefix + "attn_k", kv_width, model.width, 1.5)
             yield from matrix(prefix + "attn_v", kv_width, model.width)
-        yield from matrix(prefix + "attn_output", model.width, queries)
+        gain = model.attention_gains[layer] if model.attention_gains else 1.0
+        yield from matrix(prefix + "attn_output", model.width, queries, gain)
         if layout.fused:
             yield from matrix(prefix + "ffn_up", 2 * model.feed_forward, model.width)
         else:

@@ -91,6 +91,7 @@ def write_tiny_llama(
     *,
     layers: int = _SHAPE.layers,
     head_dim: int = _SHAPE.head_dim,
+    attention_gains: tuple[float, ...] = (),
     **overrides: object,
 ) -> Path:
     """Write a whole model to `path`; `overrides` replace metadata keys, dots written as two underscores."""
@@ -101,7 +102,10 @@ def write_tiny_llama(
     metadata |= {"llama.context_length": CONTEXT, **tokenizer}
     metadata |= {key.replace("__", "."): value for key, value in overrides.items()}
     width = head_dim * _SHAPE.heads
-    shape = replace(_SHAPE, layers=layers, head_dim=head_dim, width=width, vocabulary=len(tokens), metadata=metadata)
+    shape = replace(
+        _SHAPE, layers=layers, head_dim=head_dim, width=width, vocabulary=len(tokens), metadata=metadata,
+        attention_gains=attention_gains,
+    )  # fmt: skip
     return write_model(path, shape)
 
 

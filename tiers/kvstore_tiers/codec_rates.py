@@ -1,6 +1,7 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
-The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
+The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. So is
+the rate of whole reads, with checks and decoding, by the form of the blocks: what a machine under load makes of it. The
 rate of a codec is what three of four of its last runs on one thread reached: a run that lost its core now and then says
 nothing of the codec; where many do, the machine has no core to spare. Any thread may call.
 """
@@ -16,13 +17,14 @@ from contextlib import contextmanager
 MEMORY_BYTES = 64 << 20
 FEWEST_BYTES = 1 << 20  # before them a rate is not known
 RUNS, FEWEST_RUNS = 31, 5
+FEWEST_SERVED_BYTES, RECENT_S = 16 << 20, 60.0  # of whole reads
 
 
 class BusyRate:
-    """One rate. `seconds` returns the time."""
+    """One rate, not known before `fewest_bytes` passed. `seconds` returns the time."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._lock = seconds, threading.Lock()
+    def __init__(self, seconds: Callable[[], float] = time.monotonic, fewest_bytes: int = FEWEST_BYTES) -> None:
+        self._seconds, self._lock, self._fewest_bytes = seconds, threading.Lock(), fewest_bytes
         self._bytes = self._busy_s = self._since_s = 0.0
         self._under_way = 0
 
@@ -51,7 +53,12 @@ class BusyRate:
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
         with self._lock:
-            return self._bytes / self._busy_s if self._bytes >= FEWEST_BYTES and self._busy_s > 0 else 0.0
+            return self._bytes / self._busy_s if self._bytes >= self._fewest_bytes and self._busy_s > 0 else 0.0
+
+    @property
+    def recent_bytes_per_s(self) -> float:
+        """Return the rate; 0 while it is not known, and when all of it is older than `RECENT_S`."""
+        return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
 
 
 class SteadyRate:
@@ -81,12 +88,13 @@ class SteadyRate:
 
 class CodecRates:
     """The rates of one tier: `medium` in stored bytes, `decoding` and `encoding` in payload bytes by the number of the
-    codec, and what blocks shrank to."""
+    codec, as is `served`, of whole reads (0: of blocks without a codec); and what blocks shrank to."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.medium = BusyRate(seconds)
         self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
+        self.served: defaultdict[int, BusyRate] = defaultdict(lambda: BusyRate(seconds, FEWEST_SERVED_BYTES))
         self._shrunk: dict[int, tuple[float, float]] = {}
 
     @property

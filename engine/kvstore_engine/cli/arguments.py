@@ -91,6 +91,7 @@ def _add_quality(commands: Commands) -> None:
   kvengine quality --model smollm2-135m-instruct:q8_0 --codec int8
   kvengine quality --model gemma-3-270m:q8_0 --codec int4 --windows 1 --by-layer --json
   kvengine quality --model ./llama.gguf --codec int8 --text manual.txt
+  kvengine quality --model ./llama.gguf --codec int4 --next-tokens 128 --profile profiles/llama.json --bound 1e-4
 
 {_MODELS}
 {_EXIT_CODES}""",
@@ -106,6 +107,15 @@ def _add_quality(commands: Commands) -> None:
     command.add_argument("--next-tokens", type=int, default=512, metavar="N", help="after each prefix (default 512)")
     command.add_argument("--greedy-tokens", type=int, default=16, metavar="N", help="continued (default 16; 0: none)")
     command.add_argument("--by-layer", action="store_true", help="also change each layer alone, on the first windows")
+    command.add_argument(
+        "--profile", type=Path, metavar="FILE",
+        help="also find, on the first windows, the smallest codec from NAME on that K and V of each layer bear, and "
+        "write it for kvstored (daemon.codec_profiles is the directory of FILE)",
+    )  # fmt: skip
+    command.add_argument(
+        "--bound", type=float, default=1e-5, metavar="NATS",
+        help="KL that one of them alone may cost in the profile; what costs more stays exact (default 0.00001)",
+    )  # fmt: skip
     command.add_argument("--threads", type=int, metavar="N", help="threads for computing")
     command.add_argument("--json", action="store_true", help="the figures as one line of JSON")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvstore_console.table import render_table
 from kvstore_engine.devices import CPU, DeviceName
 from kvstore_engine.errors import UsageError
+from kvstore_engine.executors.base import StepExecutor
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import fingerprint_of
@@ -22,13 +22,13 @@ from kvstore_engine.quality.measure import (
     BLOCK_TOKENS,
     PREFIX_TOKENS,
     STEP_TOKENS,
-    Bytes,
     Comparison,
     Difference,
     Through,
-    one_layer,
+    Tokens,
     windows_of,
 )
+from kvstore_engine.quality.stored_form import StoredForm, each_alone, find_profile
 from kvstore_engine.quality.texts import texts
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
@@ -42,6 +42,10 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; return 0."""
     if options.next_tokens < STEP_TOKENS or options.next_tokens % STEP_TOKENS:
         raise UsageError(f"--next-tokens must be a multiple of {STEP_TOKENS}, got {options.next_tokens}")
+    if not options.bound > 0:
+        raise UsageError(f"--bound must be more than 0 nats, got {options.bound:g}")
+    if options.profile and not options.profile.parent.is_dir():
+        raise UsageError(f"--profile {options.profile}: there is no directory {options.profile.parent}")
     given = {path.name: _read(path) for path in options.text}
     path, device = locate(options.model), DeviceName.parse(CPU)
     from kvstore_engine.opening import open_executor
@@ -53,54 +57,64 @@ def run(options: argparse.Namespace) -> int:
     setup = PoolSetup(blocks, _POOL_BLOCK_TOKENS, "f16")
     sizes = StepSizes(options.threads or default_threads(), PREFIX_TOKENS, 1, size + options.greedy_tokens)
     with open_executor(file, device, setup, sizes) as executor:
-        fingerprint = fingerprint_of(file, executor.config, tokenizer, executor.pool, "quality")
-        through = codec_of(options.codec, fingerprint)
-        comparison = Comparison(executor, options.next_tokens, options.greedy_tokens)
-        found, by_layer = Difference(), {layer: Difference() for layer in _layers(options, executor.config.layers)}
-        rows: list[tuple[str, Difference]] = []
+        digest = file.weights_digest() if options.profile else "quality"
+        form = StoredForm(options.codec, fingerprint_of(file, executor.config, tokenizer, executor.pool, digest))
+        grades = form.grades() if options.profile else []
+        windows: dict[str, Sequence[Tokens]] = {}
         for name, text in (given or texts(size * options.windows * _CHARACTERS_A_TOKEN)).items():
             tokens = tokenizer.encode(text, add_special=False).astype(np.int32)
-            windows = windows_of(tokens, options.next_tokens, options.windows)
-            if not windows:
+            windows[name] = windows_of(tokens, options.next_tokens, options.windows)
+            if not windows[name]:
                 raise UsageError(f"{name} has {len(tokens)} tokens, a window takes {size}: give a longer text")
-            of_text = Difference()
-            for number, window in enumerate(windows):
-                print(f"{name}: window {number + 1} of {len(windows)} ...", file=sys.stderr, flush=True)
-                of_text.join(comparison.window(window, through))
-            alone = Comparison(executor, options.next_tokens, 0)
-            for layer, difference in by_layer.items():
-                difference.join(alone.window(windows[0], one_layer(through, layer, executor.config.layers)))
-            rows.append((name, of_text))
-            found.join(of_text)
-    _print(options, rows, found, by_layer)
+        measuring = _Measuring(executor, options, windows)
+        _print(options, measuring.rows(form, grades))
     return 0
 
 
-def codec_of(name: str, fingerprint: Any) -> Through:
-    """Return what the store's codec makes of a payload of `fingerprint`. Raises UsageError for an unknown name, and for
-    a codec that keeps nothing of this model."""
-    # By name: an engine runs without the store's packages, and this command measures what they do.
-    codecs, native = import_module("kvstore_tiers.codecs"), import_module("kvstore_tiers.codecs.native")
-    shapes = import_module("kvstore_tiers.codecs.shapes")
-    if name not in codecs.codec_names() or name == codecs.NONE:
-        known = ", ".join(each for each in codecs.codec_names() if each != codecs.NONE)
-        raise UsageError(f"codec {name!r} is unknown; known: {known}")
-    codec = codecs.codec_named(name)
-    if lacks := codec.lacks():
-        raise UsageError(f"codec {name}: {lacks}")
-    native.wait_for_library()
-    header = import_module("kvstore_proto.arena").BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
+class _Measuring:
+    """The measurements of one command, on the windows of each text. By layer only the first windows count."""
 
-    def through(payload: Bytes) -> Bytes:
-        shape = shapes.payload_shape(fingerprint, fingerprint.groups[0].group_id, payload.size)
-        room, back = np.empty(codec.bound(payload.size), np.uint8), np.empty_like(payload)
-        encoded = codec.encode(header, shape, payload.data, room.data)
-        if not encoded.nbytes:
-            raise UsageError(f"codec {name} has no form for this model's blocks")
-        codec.decode(room.data[: encoded.nbytes], back.data)
-        return back
+    def __init__(
+        self, executor: StepExecutor, options: argparse.Namespace, windows: Mapping[str, Sequence[Tokens]]
+    ) -> None:
+        self._options, self._windows, self._layers = options, windows, executor.config.layers
+        self._whole = Comparison(executor, options.next_tokens, options.greedy_tokens)
+        self._alone = Comparison(executor, options.next_tokens, 0)
+        self._first = [each[0] for each in windows.values()]
 
-    return through
+    def rows(self, form: StoredForm, grades: Sequence[str]) -> dict[str, Difference]:
+        """Return the figures by name; write the profile that the options ask for, of the codecs `grades`."""
+        rows, options = self._of_texts(form.through()), self._options
+        total = _sum(rows.values())
+        if options.by_layer:
+            layers = [{part: options.codec for part in form.parts if part.layer == at} for at in range(self._layers)]
+            for layer, found in enumerate(each_alone(self._alone, self._first, form, layers)):
+                rows[f"layer {layer} alone"] = found
+        if options.profile:
+            chosen = find_profile(self._alone, self._first, form, grades, options.bound)
+            for part in form.parts:
+                grade, found = chosen.get(part, ("exact", Difference()))
+                rows[f"layer {part.layer} {part.name}: {grade}"] = found
+            graded = {part: grade for part, (grade, _) in chosen.items()}
+            form.write_profile(options.profile, graded, options.bound)
+            rows["all, by the profile"] = _sum(self._of_texts(form.through(graded)).values())
+        return rows | {"all": total}
+
+    def _of_texts(self, through: Through) -> dict[str, Difference]:
+        rows = {}
+        for name, windows in self._windows.items():
+            rows[name] = Difference()
+            for number, window in enumerate(windows):
+                print(f"{name}: window {number + 1} of {len(windows)} ...", file=sys.stderr, flush=True)
+                rows[name].join(self._whole.window(window, [through])[0])
+        return rows
+
+
+def _sum(found: Iterable[Difference]) -> Difference:
+    whole = Difference()
+    for each in found:
+        whole.join(each)
+    return whole
 
 
 def _read(path: Path) -> str:
@@ -110,20 +124,13 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _layers(options: argparse.Namespace, layers: int) -> range:
-    return range(layers if options.by_layer else 0)
-
-
-def _print(
-    options: argparse.Namespace, rows: list[tuple[str, Difference]], found: Difference, by_layer: dict[int, Difference]
-) -> None:
-    named = [*rows, *((f"layer {layer} alone", each) for layer, each in by_layer.items()), ("all", found)]
+def _print(options: argparse.Namespace, rows: Mapping[str, Difference]) -> None:
     if options.json:
-        reports = {name: difference.report() for name, difference in named}
+        reports = {name: difference.report() for name, difference in rows.items()}
         print(json.dumps({"model": options.model, "codec": options.codec, "block_tokens": BLOCK_TOKENS, **reports}))
         return
     cells = []
-    for name, difference in named:
+    for name, difference in rows.items():
         said = difference.report()
         greedy = f"{said['greedy_percent']:.1f}" if difference.continuations else "-"
         cells.append([name, str(said["positions"]), f"{said['kl']:.6f}", f"{said['top1_percent']:.2f}", greedy])

@@ -7,7 +7,7 @@ model is the same and the codec is the only difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,20 +76,24 @@ class Comparison:
         most = PREFIX_TOKENS + max(next_tokens, greedy_tokens)
         self.blocks = -(-most // self._pool.block_tokens)
 
-    def window(self, tokens: Tokens, through: Through) -> Difference:
-        """Return the difference that `through` makes after the first `PREFIX_TOKENS` of `tokens`."""
-        pool, found = self._pool, Difference()
+    def window(self, tokens: Tokens, throughs: Iterable[Through]) -> list[Difference]:
+        """Return the difference that each of `throughs` makes after the first `PREFIX_TOKENS` of `tokens`."""
+        pool, found = self._pool, []
         exact, lossy = (np.array(pool.allocate(self.blocks), np.int32) for _ in range(2))
         try:
             self._compute_prefix(tokens, exact)
-            self._restore(exact, lossy, through)
-            for first in range(PREFIX_TOKENS, PREFIX_TOKENS + self._next_tokens, STEP_TOKENS):
-                piece = tokens[first : first + STEP_TOKENS]
-                found.add(self._logits(piece, first, exact), self._logits(piece, first, lossy))
-            if self._greedy_tokens:
-                last = tokens[PREFIX_TOKENS : PREFIX_TOKENS + 1]
-                found.continuations = 1
-                found.equal = int(self._greedy(last, exact) == self._greedy(last, lossy))
+            firsts = range(PREFIX_TOKENS, PREFIX_TOKENS + self._next_tokens, STEP_TOKENS)
+            expected = [self._logits(tokens[first : first + STEP_TOKENS], first, exact) for first in firsts]
+            for through in throughs:
+                self._restore(exact, lossy, through)
+                difference = Difference()
+                for first, logits in zip(firsts, expected, strict=True):
+                    difference.add(logits, self._logits(tokens[first : first + STEP_TOKENS], first, lossy))
+                if self._greedy_tokens:
+                    last = tokens[PREFIX_TOKENS : PREFIX_TOKENS + 1]
+                    difference.continuations = 1
+                    difference.equal = int(self._greedy(last, exact) == self._greedy(last, lossy))
+                found.append(difference)
         finally:
             pool.free(exact.tolist())
             pool.free(lossy.tolist())
@@ -126,15 +130,3 @@ def windows_of(tokens: Tokens, next_tokens: int, most: int) -> Sequence[Tokens]:
     """Cut a text into windows of a prefix and the tokens after it, `most` of them at most."""
     size = PREFIX_TOKENS + next_tokens
     return [tokens[first : first + size] for first in range(0, len(tokens) - size + 1, size)][:most]
-
-
-def one_layer(through: Through, layer: int, layers: int) -> Through:
-    """Return a form of `through` that changes the layer `layer` alone."""
-
-    def changed(payload: Bytes) -> Bytes:
-        result = payload.copy()
-        part = slice(layer * (payload.size // layers), (layer + 1) * (payload.size // layers))
-        result[part] = through(payload)[part]
-        return result
-
-    return changed

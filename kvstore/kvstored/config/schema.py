@@ -22,6 +22,7 @@ class DaemonSection:
     state_dir: Path
     record: Path | None
     record_tokens: bool
+    codec_profiles: Path | None
     log_level: str
     nice: int
     state_rate_bytes: int

@@ -36,21 +36,6 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kvflow.Replay(recording.Recording(PROMPT, 6400, keys, values, queries))
 
 
-def test_the_native_choice_is_the_one_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = replay(monkeypatch)
-    step, layer, pages = 2, 11, -(-(PROMPT + 3) // 64)
-    wanted = pages // 2
-    low, high = made.bounds[layer, :, :, 0], made.bounds[layer, :, :, 1]
-    expected = set()
-    for head in range(3):
-        queries = made.recording.queries[step, layer].reshape(3, 3, 64)[head]
-        scores = np.maximum(queries[:, None] * low[:, head], queries[:, None] * high[:, head]).sum(-1)[:, 1 : pages - 3]
-        best = (scores - scores.max(1, keepdims=True)).max(0)
-        chosen = {0, *range(pages - 3, pages), *(1 + np.argsort(-best)[: wanted - 4]).tolist()}
-        expected |= {page * 3 + head for page in chosen}
-    assert set(made.trace.steps[step].selected[layer]) == expected
-
-
 def test_attention_over_the_scratch_is_attention_over_the_chosen_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     made = replay(monkeypatch)
     held = sum(int((plan.source == -2).sum()) for plan in made.plans)

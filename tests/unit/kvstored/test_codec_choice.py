@@ -59,6 +59,27 @@ def rates_of(medium: float, decoding: dict[Codec, float], ratios: dict[Codec, fl
     return rates
 
 
+def test_whole_gets_of_both_forms_decide_while_they_are_recent() -> None:
+    rates = rates_of(1, {EXACT: 3.2}, {EXACT: 1.5})
+    choice, hand = choice_of(rates), rates.medium._seconds
+    assert isinstance(hand, Hand) and choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+    def serve(codec: int, rate: float) -> None:
+        with rates.served[codec].work(64 << 20):
+            hand.now_s += (64 << 20) / (rate * GB)
+
+    serve(0, 0.9)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "no get of the codec was measured"
+    serve(EXACT.number, 0.92)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None, "two cores are full, perhaps"
+    serve(EXACT.number, 2.0)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+    serve(0, 3.0)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None
+    hand.now_s += 61
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "it is tried again"
+
+
 def choice_of(rates: CodecRates, blocks: float = 8) -> CodecChoice:
     return CodecChoice([LOSSY, EXACT], rates, lambda nbytes: blocks, lambda codec: None, Hand())
 

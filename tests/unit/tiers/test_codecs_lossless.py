@@ -40,7 +40,7 @@ def test_a_library_that_cannot_work_says_nothing_of_the_bytes(
     _library(tmp_path, monkeypatch, f"raise {error}")
     kind = NotReadable if "Import" in error else RuntimeError
     with worker.room(4096), pytest.raises(kind, match=error.partition("(")[0]):
-        worker.ask(DECOMPRESS, OPENZL, [16, 64], 1)
+        worker.ask(DECOMPRESS, OPENZL, [64], [4])
 
 
 def test_bytes_that_a_library_refuses_are_not_its_own(
@@ -48,7 +48,7 @@ def test_bytes_that_a_library_refuses_are_not_its_own(
 ) -> None:
     _library(tmp_path, monkeypatch, "raise RuntimeError('corrupt frame')")
     with worker.room(4096), pytest.raises(Undecodable, match="corrupt frame"):
-        worker.ask(DECOMPRESS, OPENZL, [16, 64], 1)
+        worker.ask(DECOMPRESS, OPENZL, [64], [4])
 
 
 def test_a_process_that_stops_within_a_request_is_killed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_process_that_stops_within_a_request_is_killed(worker: Worker, monkeyp
 
     monkeypatch.setattr(worker, "_start", begin_stopped)
     with worker.room(4096), pytest.raises(RuntimeError, match="died"):
-        worker.ask(COMPRESS, OPENZL, [16] * 60_000)  # more than a socket holds
+        worker.ask(COMPRESS, OPENZL, [16], [16] * 60_000)  # more than a socket holds
     assert worker._process is None
 
 

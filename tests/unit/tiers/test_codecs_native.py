@@ -10,9 +10,10 @@ import pytest
 
 from kvstore_cuda.native_build import AVX2, Unit, build_library
 from kvstore_proto.number_types import NUMBER_TYPES
-from kvstore_tiers.codecs import Codec, codec_named, context, native
+from kvstore_tiers.codecs import Codec, Encoded, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
-from kvstore_tiers.codecs.shapes import STATE, PayloadShape, Tensor
+from kvstore_tiers.codecs.quantised import QuantisedCodec
+from kvstore_tiers.codecs.shapes import ALL_BITS, STATE, PayloadShape, Tensor
 from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block, kv_shape
 from tests.reference.skips import skip_without_compiler
 
@@ -48,6 +49,34 @@ def test_every_build_gives_the_bytes_of_numpy(
             assert _both_ways(codec, block) == expected, (build, block[2])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_keep_the_bits_that_the_profile_wants_in_every_build(
+    name: str, libraries: dict[str, ct.CDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, chosen = codec_named(name), np.random.default_rng(5)
+    assert isinstance(codec, QuantisedCodec)
+    for number, plain in enumerate(shape for shape in SHAPES if codec.takes(shape)):
+        bears = chosen.choice([ALL_BITS, 4, 8], plain.layers * len(plain.tensors)).astype(np.uint8)
+        header, payload, shape = kv_block(number, plain._replace(bears=bears.tobytes()))
+        monkeypatch.setattr(native._loading, "library", None)
+        encoded, stored, back = expected = _both_ways(codec, (header, payload, shape))
+        uniform, _, of_all = _both_ways(codec, (header, payload, plain))
+        assert not bears.any() or encoded.nbytes >= uniform.nbytes
+        for build, library in libraries.items():
+            monkeypatch.setattr(native._loading, "library", library)
+            assert _both_ways(codec, (header, payload, shape)) == expected, (build, shape)
+        put, got, all_got = (
+            np.frombuffer(each, np.uint8).reshape(shape.layers, -1) for each in (payload.tobytes(), back, of_all)
+        )
+        for at, bits in enumerate(bears.tolist() if stored else ()):
+            tensor, where = shape.tensors[at % len(shape.tensors)], slice(at // len(shape.tensors), None)
+            own, as_put, as_uniform = (tensor.of(each[where])[0] for each in (got, put, all_got))
+            if bits == ALL_BITS:
+                assert np.array_equal(own, as_put)
+            elif bits <= codec.bits:
+                assert np.array_equal(own, as_uniform)
+
+
 @pytest.mark.slow
 def test_every_build_gives_the_same_bytes_of_context(
     libraries: dict[str, ct.CDLL | None], monkeypatch: pytest.MonkeyPatch
@@ -62,7 +91,7 @@ def test_every_build_gives_the_same_bytes_of_context(
         assert not made[0][1] or made[0][2] == block[1].tobytes()
 
 
-def _both_ways(codec: Codec, block: Block) -> tuple[object, bytes, bytes]:
+def _both_ways(codec: Codec, block: Block) -> tuple[Encoded, bytes, bytes]:
     header, payload, shape = block
     target = bytearray(codec.bound(payload.nbytes))
     encoded = codec.encode(header, shape, payload.data, memoryview(target))

@@ -1,8 +1,7 @@
 """`lossless` keeps 16-bit floats by a compression library: OpenZL, or blosc2 where OpenZL has no wheel.
 
-A coded layer is its tensors one after the other: a length in 4 bytes, with the highest bit set for a tensor that is
-stored as it is, because it gains less than 3 %; then the bytes of the library. The library works in a process of its
-own (`library_worker.py`), one for encoding and one for decoding. The form in the frame's head names the library and its
+The library works in a process of its own, one for encoding and one for decoding, on several layers at once
+(`library_worker.py`, which describes a coded layer). The form in the frame's head names the library and its
 format, which never changes: OpenZL calls a sound frame of a newer format corrupt.
 """
 
@@ -16,7 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -39,15 +38,15 @@ from kvstore_tiers.codecs.library_worker import (
     OPENZL,
     OPENZL_FORMAT,
     REFUSED,
+    WORD_BYTES,
 )
 from kvstore_tiers.codecs.shapes import PayloadShape
 
 EXTRA = "codecs"
 _FORMS: Final = {OPENZL: OPENZL << 16 | OPENZL_FORMAT, BLOSC2: BLOSC2 << 16 | 1}
 _TYPES: Final = (NUMBER_TYPES["f16"], NUMBER_TYPES["bf16"])
-_AS_IT_IS: Final = 1 << 31
 _MISSING: Final = (f"{ImportError.__name__}:", f"{ModuleNotFoundError.__name__}:")
-BATCH_BYTES = 4 << 20  # of layers that are sent to the worker at once
+BATCH_BYTES = 1 << 20  # of layers that are sent to the worker at once: what a cache next to a core holds
 ANSWER_S = 60.0  # a worker that takes longer hangs
 
 
@@ -61,6 +60,7 @@ class LosslessCodec(LayeredCodec):
         self.library = next((number for number, name in LIBRARIES.items() if find_spec(name) is not None), OPENZL)
         self.form = _FORMS[self.library]  # type: ignore[misc]
         self._writer, self._reader = Worker(), Worker()
+        self._found: set[int] = set()
 
     def lacks(self) -> str:
         return "" if any(find_spec(name) is not None for name in LIBRARIES.values()) else pip_install(EXTRA)
@@ -69,8 +69,10 @@ class LosslessCodec(LayeredCodec):
         library = next((number for number, known in _FORMS.items() if known == form), None)
         if library is None:
             return f"version {form} of its layers is of no library that this code knows"
-        missing = find_spec(LIBRARIES[library]) is None
-        return f"it needs the package {LIBRARIES[library]}: {pip_install(EXTRA)}" if missing else ""
+        if library not in self._found and find_spec(LIBRARIES[library]) is None:  # a search of the disk
+            return f"it needs the package {LIBRARIES[library]}: {pip_install(EXTRA)}"
+        self._found.add(library)
+        return ""
 
     def takes(self, shape: PayloadShape) -> bool:
         return bool(shape.tensors) and all(each.type in _TYPES for each in shape.tensors)
@@ -78,36 +80,31 @@ class LosslessCodec(LayeredCodec):
     def encode_layers(self, shape: PayloadShape, layers: Bytes, room: Bytes) -> CodedLayers | None:
         sizes, is_bfloat = [each.nbytes for each in shape.tensors], shape.tensors[0].type == _TYPES[1]
         lengths: list[int] = []
+        end, most_bytes = 0, shape.layer_bytes + WORD_BYTES * len(sizes)
         for part in _batches(shape, range(shape.layers)):
             raw = layers[part.start : part.stop]
-            with self._writer.room(raw.nbytes) as (source, target):
+            with self._writer.room(most_bytes * len(part)) as (source, target):
                 _gather(shape, raw, source)
-                made = self._writer.ask(COMPRESS, self.library, sizes * len(part), is_bfloat=is_bfloat)
-                end = _write(sizes, made, source, target, room[sum(lengths) :])
-                if end is None:
+                made = self._writer.ask(COMPRESS, self.library, sizes, [shape.layer_bytes] * len(part), is_bfloat)
+                begin, end = end, end + sum(made)
+                if end > room.nbytes:
                     return None
-                lengths += end
-        raw_bytes = shape.layer_bytes + 4 * len(sizes)
-        if all(each == raw_bytes for each in lengths):
-            return None
-        return CodedLayers(lengths, [False] * shape.layers)
+                room[begin:end] = target[: end - begin]
+                lengths += made
+        return None if all(each == most_bytes for each in lengths) else CodedLayers(lengths, [False] * shape.layers)
 
     def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
-        library = frame.form >> 16
-        shape, sizes = frame.shape, [each.nbytes for each in frame.shape.tensors]
+        shape, places = frame.shape, frame.places
+        sizes, most_bytes = [each.nbytes for each in shape.tensors], shape.layer_bytes + WORD_BYTES * len(shape.tensors)
         for part in _batches(shape, numbers):
-            pieces = [piece for layer in part for piece in _pieces(frame.layer(stored, layer), sizes)]
-            coded = [(piece, size) for piece, size in zip(pieces, sizes * len(part), strict=True) if piece[0]]
-            with self._reader.room(shape.layer_bytes * len(part)) as (source, target):
-                at = 0
-                for (_, piece), _size in coded:
-                    source[at : at + piece.nbytes] = piece
-                    at += piece.nbytes
-                if coded:
-                    lengths = [piece.nbytes for (_, piece), _size in coded]
-                    self._reader.ask(DECOMPRESS, library, lengths + [size for _, size in coded], len(coded))
-                into = layers[part.start - numbers.start : part.stop - numbers.start]
-                _scatter(shape, pieces, target, into)
+            lengths = [places[layer + 1] - places[layer] for layer in part]
+            if max(lengths) > most_bytes:
+                raise Undecodable("a layer is longer than one that is stored as it is")
+            with self._reader.room(most_bytes * len(part)) as (source, target):
+                nbytes = sum(lengths)
+                source[:nbytes] = np.frombuffer(stored, np.uint8, nbytes, places[part.start])
+                self._reader.ask(DECOMPRESS, frame.form >> 16, sizes, lengths)
+                _scatter(shape, target, layers[part.start - numbers.start : part.stop - numbers.start])
 
 
 class Worker:
@@ -133,14 +130,13 @@ class Worker:
             yield self._whole[: self._half], self._whole[self._half :]
 
     def ask(
-        self, operation: int, library: int, numbers: Sequence[int], pieces: int = 0, is_bfloat: bool = False
+        self, operation: int, library: int, sizes: list[int], lengths: list[int], is_bfloat: bool = False
     ) -> list[int]:
-        """Return the lengths that the worker answers; the caller has `room`. Raises Undecodable for what it refuses to
-        decompress, NotReadable without the library, and RuntimeError when it dies twice or lacks memory."""
-        request = (
-            HEAD.pack(operation, library, is_bfloat, pieces or len(numbers), self._half)
-            + np.array(numbers, "<u8").tobytes()
-        )
+        """Return the lengths that the worker answers; the caller has `room`, with layers of `lengths` bytes whose
+        tensors have `sizes`. Raises Undecodable for what it refuses to decompress, NotReadable without the library, and
+        RuntimeError when it dies twice or lacks memory."""
+        request = HEAD.pack(operation, library, is_bfloat, len(sizes), self._half)
+        request += np.array(sizes + lengths, "<u8").tobytes()
         for _ in range(2):
             answer = self._answer(request)
             if answer[:1] == DONE:
@@ -166,8 +162,7 @@ class Worker:
         try:
             connection = self._connection or self._start()
             connection.send_bytes(request)
-            if connection.poll(ANSWER_S):
-                return connection.recv_bytes()
+            return connection.recv_bytes()  # the socket has a limit of time
         except (OSError, EOFError):
             pass
         self.close()
@@ -189,7 +184,9 @@ class Worker:
 
 
 def _batches(shape: PayloadShape, numbers: range) -> Iterator[range]:
-    step = max(1, BATCH_BYTES // shape.layer_bytes)
+    """Cut layers into batches of nearly one size."""
+    batches = -(-len(numbers) * shape.layer_bytes // BATCH_BYTES)
+    step = -(-len(numbers) // batches)
     for begin in range(numbers.start, numbers.stop, step):
         yield range(begin, min(begin + step, numbers.stop))
 
@@ -208,61 +205,23 @@ def _is_plain(shape: PayloadShape) -> bool:
 
 def _gather(shape: PayloadShape, layers: Bytes, source: Bytes) -> None:
     """Write the tensors of `layers`, layer by layer, each without gaps."""
-    if _is_plain(shape):
-        source[: layers.nbytes] = layers.reshape(-1)
-        return
     into, at = source[: layers.nbytes].reshape(len(layers), shape.layer_bytes), 0
+    if _is_plain(shape):
+        into[:] = layers
+        return
     for tensor in shape.tensors:
         numbers = tensor.of(layers)
-        view = into[:, at : at + tensor.nbytes].view(numbers.dtype)
-        view.reshape(numbers.shape)[:] = numbers
+        into[:, at : at + tensor.nbytes].view(numbers.dtype).reshape(numbers.shape)[:] = numbers
         at += tensor.nbytes
 
 
-def _write(sizes: list[int], made: list[int], source: Bytes, target: Bytes, room: Bytes) -> list[int] | None:
-    """Write coded layers to `room`; `made` has the lengths of the pieces in `target`, 0 for one to take from `source`.
-    Return the lengths of the layers, None when they do not fit."""
-    lengths, at, begin, end = [], 0, 0, 0
-    for first in range(0, len(made), len(sizes)):
-        started = at
-        for size, length in zip(sizes, made[first : first + len(sizes)], strict=True):
-            piece = target[begin : begin + length] if length else source[end : end + size]
-            begin, end = begin + length, end + size
-            if at + 4 + piece.nbytes > room.nbytes:
-                return None
-            word = np.array([length or size | _AS_IT_IS], "<u4")
-            room[at : at + 4] = word.view(np.uint8)
-            room[at + 4 : at + 4 + piece.nbytes] = piece
-            at += 4 + piece.nbytes
-        lengths.append(at - started)
-    return lengths
-
-
-def _pieces(layer: Bytes, sizes: list[int]) -> Iterator[tuple[bool, Bytes]]:
-    """Return the pieces of a coded layer: whether the library made it, and its bytes. Raises Undecodable."""
-    at = 0
-    for size in sizes:
-        word = int.from_bytes(layer[at : at + 4].tobytes(), "little")
-        length, is_coded = word & (_AS_IT_IS - 1), not word & _AS_IT_IS
-        piece = layer[at + 4 : at + 4 + length]
-        if piece.nbytes != length or (length >= size if is_coded else length != size):
-            raise Undecodable("the lengths of its tensors do not add up")
-        yield is_coded, piece
-        at += 4 + length
-    if at != layer.nbytes:
-        raise Undecodable("the lengths of its tensors do not add up")
-
-
-def _scatter(shape: PayloadShape, pieces: list[tuple[bool, Bytes]], target: Bytes, layers: Bytes) -> None:
-    """Fill `layers` with the pieces. `target` has the pieces that the library made."""
-    if _is_plain(shape) and all(is_coded for is_coded, _ in pieces):
-        layers.reshape(-1)[:] = target[: layers.nbytes]
+def _scatter(shape: PayloadShape, target: Bytes, layers: Bytes) -> None:
+    """Fill `layers` with the tensors that `_gather` would write to `target`."""
+    made, at = target[: layers.nbytes].reshape(len(layers), shape.layer_bytes), 0
+    if _is_plain(shape):
+        layers[:] = made
         return
-    at = 0
-    for number, (is_coded, piece) in enumerate(pieces):
-        layer, place = divmod(number, len(shape.tensors))
-        tensor = shape.tensors[place]
-        raw = target[at : at + tensor.nbytes] if is_coded else np.ascontiguousarray(piece)
-        at += tensor.nbytes if is_coded else 0
-        numbers = tensor.of(layers[layer : layer + 1])
-        np.copyto(numbers, raw.view(numbers.dtype).reshape(numbers.shape))
+    for tensor in shape.tensors:
+        numbers = tensor.of(layers)
+        numbers[:] = made[:, at : at + tensor.nbytes].view(numbers.dtype).reshape(numbers.shape)
+        at += tensor.nbytes

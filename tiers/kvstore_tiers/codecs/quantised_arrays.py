@@ -6,6 +6,8 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,29 +20,35 @@ _MOST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.402
 
 
 def quantise(
-    bits: int, shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, most_lost: float,
+    bits: Sequence[int], shape: PayloadShape, layers: Bytes, coded_bytes: int, room: Bytes, most_lost: float,
     as_they_are: Bytes, sums: npt.NDArray[np.float64],
 ) -> int:  # fmt: skip
-    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each. A layer that has no form, or
-    loses a larger part of its RMS than `most_lost`, is written as it is. Fill `as_they_are` by layer, and `sums`: the
-    squares, the squared errors, and the largest error. Return how many layers are as they are, -1 when they do not
-    fit."""
-    coded = np.empty((shape.layers, coded_bytes), np.uint8)
-    amplitude, is_sound = np.zeros(shape.layers, np.float32), np.ones(shape.layers, bool)
-    squares, errors = np.zeros((2, shape.layers, sum(each.heads * each.width for each in shape.tensors)), np.float32)
-    worst, at, channel = np.zeros(shape.layers, np.float32), 0, 0
+    """Write the coded `layers`, an array [layer, byte], to `room`, `coded_bytes` for each; `bits` is what a number of
+    each tensor keeps. A layer that has no form, or loses a larger part of its RMS than `most_lost`, is written as it
+    is. Fill `as_they_are` by layer, and `sums`: the squares, the squared errors, and the largest error. Return how many
+    layers are as they are, -1 when they do not fit."""
+    count = len(layers)
+    coded = np.empty((count, coded_bytes), np.uint8)
+    amplitude, is_sound = np.zeros(count, np.float32), np.ones(count, bool)
+    squares, errors = np.zeros((2, count, sum(each.heads * each.width for each in shape.tensors)), np.float32)
+    worst, at, channel = np.zeros(count, np.float32), 0, 0
     with np.errstate(all="ignore"):
-        for tensor in shape.tensors:
+        for tensor, kept in zip(shape.tensors, bits, strict=True):
             channels = tensor.heads * tensor.width
-            numbers = floats_of(tensor, layers).reshape(shape.layers, tensor.tokens, channels)
+            if not kept:
+                raw = np.ascontiguousarray(tensor.of(layers)).view(np.uint8)
+                coded[:, at : at + tensor.nbytes] = raw.reshape(count, -1)
+                at, channel = at + tensor.nbytes, channel + channels
+                continue
+            numbers = floats_of(tensor, layers).reshape(count, tensor.tokens, channels)
             size = np.abs(numbers)
             is_sound &= np.all(size < HUGE, axis=(1, 2))
             np.maximum(amplitude, np.nan_to_num(size.max(axis=(1, 2))), out=amplitude)
             numbers = np.where(size < HUGE, numbers, np.float32(0))
-            parts = _coded(bits, tensor, numbers, squares[:, channel : channel + channels],
+            parts = _coded(kept, tensor, numbers, squares[:, channel : channel + channels],
                            errors[:, channel : channel + channels], worst)  # fmt: skip
             for part in parts:
-                flat = part.reshape(shape.layers, -1)
+                flat = part.reshape(count, -1)
                 coded[:, at : at + flat.shape[1]] = flat
                 at += flat.shape[1]
             channel += channels
@@ -68,28 +76,33 @@ def _sum_of(by_channel: Floats) -> float:
     return float(np.cumsum(lanes, dtype=np.float64)[-1])
 
 
-def dequantise(bits: int, shape: PayloadShape, coded: Bytes, layers: Bytes) -> None:
-    """Fill `layers` from `coded`, both arrays [layer, byte]."""
+def dequantise(bits: Sequence[int], shape: PayloadShape, coded: Bytes, layers: Bytes) -> None:
+    """Fill `layers` from `coded`, both arrays [layer, byte]; `bits` is what a number of each tensor has kept."""
     count, at = len(layers), 0
     with np.errstate(all="ignore"):
-        for tensor in shape.tensors:
+        for tensor, kept in zip(shape.tensors, bits, strict=True):
             channels = tensor.heads * tensor.width
-            rows, columns = _scale_size(bits, tensor, channels)
+            target = tensor.of(layers).view(f"<u{tensor.type.nbytes}")
+            if not kept:
+                raw = np.ascontiguousarray(coded[:, at : at + tensor.nbytes])
+                target[:] = raw.view(target.dtype).reshape(target.shape)
+                at += tensor.nbytes
+                continue
+            rows, columns = _scale_size(kept, tensor, channels)
             scale_bytes = rows * columns * tensor.type.nbytes
             found = []
-            for _ in range(1 if bits == 8 else 2):
+            for _ in range(1 if kept == 8 else 2):
                 raw = np.ascontiguousarray(coded[:, at : at + scale_bytes])
-                found.append(_spread(bits, tensor, channels, _read(tensor, raw).reshape(count, rows, columns)))
+                found.append(_spread(kept, tensor, channels, _read(tensor, raw).reshape(count, rows, columns)))
                 at += scale_bytes
-            row_bytes = channels if bits == 8 else (channels + 1) // 2
+            row_bytes = channels if kept == 8 else (channels + 1) // 2
             raw = coded[:, at : at + tensor.tokens * row_bytes].reshape(count, tensor.tokens, row_bytes)
             at += tensor.tokens * row_bytes
-            if bits == 8:
+            if kept == 8:
                 numbers = raw.view(np.int8).astype(np.float32) * found[0]
             else:
                 small = np.stack((raw & 15, raw >> 4), axis=-1).reshape(count, tensor.tokens, -1)[:, :, :channels]
                 numbers = small.astype(np.float32) * found[0] + found[1]
-            target = tensor.of(layers).view(f"<u{tensor.type.nbytes}")
             target[:] = _written(tensor, numbers).reshape(target.shape)
 
 

@@ -22,6 +22,7 @@ from kvstore_proto.number_types import NUMBER_TYPES, NumberType
 
 K, V, STATE = 1, 2, 0  # kinds of tensors; STATE is any other part of a layer
 MAX_LAYERS, MAX_TENSORS, MAX_LAYER_BYTES = 4096, 16, 1 << 29
+ALL_BITS = 0
 _RECORD: Final = struct.Struct("<BBHIIIIII")  # kind, type, 0, offset, tokens, heads, width, strides of token and head
 RECORD_BYTES: Final = _RECORD.size
 _TYPES: Final[dict[int, NumberType]] = {
@@ -71,11 +72,14 @@ class Tensor(NamedTuple):
 
 
 class PayloadShape(NamedTuple):
-    """The shape of a payload of `layers` times `layer_bytes` bytes."""
+    """The shape of a payload of `layers` times `layer_bytes` bytes. `bears` says how few bits a number may keep under a
+    lossy codec, by the profile of the model: a byte for each tensor of each layer, `ALL_BITS` where nothing may be
+    lost; nothing while there is no profile."""
 
     layers: int
     layer_bytes: int
     tensors: tuple[Tensor, ...]
+    bears: bytes = b""
 
     @property
     def nbytes(self) -> int:

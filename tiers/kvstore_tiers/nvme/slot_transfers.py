@@ -316,16 +316,20 @@ class SlotTransfers:
         return sealed
 
     def _read_payload(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        nbytes, codec = place.slab.stored(place.slot_index)
-        codec &= ~SEALED
-        if not codec:  # what is stored is the payload
+        codec = place.slab.stored(place.slot_index)[1] & ~SEALED
+        with self._rates.served[codec].work(total_bytes(segments)):
+            if codec:
+                return self._read_coded(place, expect_key, segments)
             return self._read_verified(place, expect_key, segments)
+
+    def _read_coded(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        nbytes, codec = place.slab.stored(place.slot_index)
         with self._scratch.take(aligned_up(nbytes)) as pages:
             outcome = self._read_verified(place, expect_key, [pages])
             if outcome.header is None or not outcome.ok or outcome.header.coded is None:
                 return outcome
             header = outcome.header
-            with self._rates.decoding[codec].work(header.payload_bytes):
+            with self._rates.decoding[codec & ~SEALED].work(header.payload_bytes):
                 return decode_image(header, pages.part(0, header.stored_bytes), segments)
 
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:

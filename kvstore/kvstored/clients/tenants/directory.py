@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import root_key
-from kvstore_tiers.codecs.shapes import PayloadShape, payload_shape
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.names import Entry, Names
 from kvstored.clients.tenants.peer import Peer
@@ -357,12 +356,6 @@ class TenantDirectory:
         known = self.fingerprint(self.fingerprint_digest(number))
         group = None if known is None else known.group(group_id)
         return 0 if known is None or group is None else group.window_blocks(known.block_tokens)
-
-    def payload_shape(self, digest: bytes, group_id: int, payload_bytes: int) -> PayloadShape | None:
-        """Return the shape of the payloads of a layer group by the digest of the fingerprint; None when it is not
-        known. Any thread may call it."""
-        known = self.fingerprint(digest)
-        return None if known is None else payload_shape(known, group_id, payload_bytes)
 
     def fingerprint_label(self, digest: bytes) -> str:
         known = self._names.fingerprints.get(digest)

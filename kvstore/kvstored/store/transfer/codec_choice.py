@@ -3,8 +3,9 @@
 A get reads blocks one behind the other, and a block is decoded while the next one is read. So a codec pays when reading
 fewer bytes and decoding them, the slower of both for each block and the other once, takes less time than reading the
 payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time to time, and by the
-blocks that pass. A core that other work takes makes a codec slower, and so counts. The module decides; `staging.py`
-does the work. Invariant: without a measured rate of the medium no codec is chosen.
+blocks that pass. A core that other work takes makes a codec slower, and so counts; where whole gets of both forms were
+measured lately, they alone decide. The module decides; `staging.py` does the work. Invariant: without a measured rate
+of the medium no codec is chosen.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class CodecChoice:
 
     def gain(self, codec: Codec, payload_bytes: int) -> float:
         """Return how many times faster gets of such payloads are under `codec`; 0 while that is not known."""
+        coded, plain = (self._rates.served[number].recent_bytes_per_s for number in (codec.number, 0))
+        if coded and plain:
+            return coded / plain
         medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number].bytes_per_s
         if not medium or not decoding or not payload_bytes:
             return 0.0

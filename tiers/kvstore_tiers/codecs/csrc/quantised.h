@@ -5,8 +5,9 @@
 
 namespace {
 
-struct Tensor {  // as shapes.py has it
-  int64_t kind, type, offset, tokens, heads, width, token_stride, head_stride;
+struct Tensor {  // as shapes.py has it, and the bits that a number keeps: 8, 4, or 0 for all
+  int64_t kind, type, offset, tokens, heads, width, token_stride, head_stride, bits;
+  int64_t number_bytes() const { return type == kF32 ? 4 : 2; }
 };
 
 template <int kBits>
@@ -30,6 +31,12 @@ struct Places {  // of scales, offsets and small numbers in a coded tensor
   int64_t nbytes(int bits, int64_t tokens) const { return numbers_at(bits) + tokens * row_bytes; }
 };
 
+// The bytes of a coded tensor.
+inline int64_t coded_bytes_of(const Tensor& t) {
+  const int bits = (int)t.bits, number_bytes = (int)t.number_bytes();
+  return bits ? Places(bits, t, number_bytes).nbytes(bits, t.tokens) : t.tokens * t.heads * t.width * number_bytes;
+}
+
 inline float top_of(Floats numbers) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)numbers);
@@ -42,8 +49,7 @@ inline float top_of(Floats numbers) {
 
 // Heads that follow one another are one long head.
 Tensor merged(Tensor t) {
-  const int64_t nbytes = t.type == kF32 ? 4 : 2;
-  if (t.heads == 1 || t.head_stride == t.width * nbytes) t.width *= t.heads, t.heads = 1;
+  if (t.heads == 1 || t.head_stride == t.width * t.number_bytes()) t.width *= t.heads, t.heads = 1;
   return t;
 }
 

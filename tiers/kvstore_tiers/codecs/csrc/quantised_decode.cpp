@@ -104,6 +104,15 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
   }
 }
 
+void copy_back(const Tensor& t, const uint8_t* rows, uint8_t* numbers) {
+  const int64_t head_bytes = t.width * t.number_bytes();
+  for (int64_t token = 0; token < t.tokens; token++) {
+    for (int64_t head = 0; head < t.heads; head++, rows += head_bytes) {
+      memcpy(numbers + token * t.token_stride + head * t.head_stride, rows, head_bytes);
+    }
+  }
+}
+
 template <int kBits, bool kIsPast>
 void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
   if (t.type == kF16) {
@@ -127,7 +136,7 @@ void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t
 }  // namespace
 
 // Decode one layer of the right length. Returns -1 when there is no memory.
-extern "C" int64_t kv_dequantise(int64_t bits, const Tensor* tensors, int64_t count, const uint8_t* coded, int64_t layers,
+extern "C" int64_t kv_dequantise(const Tensor* tensors, int64_t count, const uint8_t* coded, int64_t layers,
                                  int64_t coded_bytes, uint8_t* payload, int64_t layer_bytes) {
   const int64_t widest = widest_of(tensors, count);
   uint8_t* small = (uint8_t*)malloc(widest + 2 * widest * 4 + 64);
@@ -139,12 +148,14 @@ extern "C" int64_t kv_dequantise(int64_t bits, const Tensor* tensors, int64_t co
     for (int64_t at = 0; at < count; at++) {
       const Tensor t = merged(tensors[at]);
       uint8_t* to = payload + t.offset;
-      if (bits == 8) {
+      if (t.bits == 0) {
+        copy_back(t, from, to);
+      } else if (t.bits == 8) {
         decode_any<8>(t, from, to, small, rows, is_large);
       } else {
         decode_any<4>(t, from, to, small, rows, is_large);
       }
-      from += Places((int)bits, t, t.type == kF32 ? 4 : 2).nbytes((int)bits, t.tokens);
+      from += coded_bytes_of(t);
     }
   }
   fence();

@@ -236,15 +236,20 @@ void pack(const uint8_t* small, int64_t count, uint8_t* to) {
   if (count & 1) to[count / 2] = small[count - 1];
 }
 
-// Return the tensor's numbers as rows of channels, copied where heads are apart.
-const uint8_t* rows_of(const Tensor& t, const uint8_t* numbers, int number_bytes, uint8_t* rows) {
-  const int64_t head_bytes = t.width * number_bytes;
-  if (t.heads == 1 && t.token_stride == head_bytes) return numbers;
+// Copy the tensor's numbers as rows of channels.
+void copy_rows(const Tensor& t, const uint8_t* numbers, uint8_t* rows) {
+  const int64_t head_bytes = t.width * t.number_bytes();
   for (int64_t token = 0; token < t.tokens; token++) {
     for (int64_t head = 0; head < t.heads; head++) {
       memcpy(rows + (token * t.heads + head) * head_bytes, numbers + token * t.token_stride + head * t.head_stride, head_bytes);
     }
   }
+}
+
+// Return the tensor's numbers as rows of channels, copied where heads are apart.
+const uint8_t* rows_of(const Tensor& t, const uint8_t* numbers, uint8_t* rows) {
+  if (t.heads == 1 && t.token_stride == t.width * t.number_bytes()) return numbers;
+  copy_rows(t, numbers, rows);
   return rows;
 }
 
@@ -254,7 +259,7 @@ void encode(const Tensor& t, Layer& layer, const Room& room) {
   const Places places(kBits, t, kBytes);
   const int64_t channels = t.heads * t.width, size = kBits == 8 ? channels : 32;
   const bool by_channel = t.kind == 1;
-  const uint8_t* numbers = rows_of(t, layer.numbers, kBytes, room.rows);
+  const uint8_t* numbers = rows_of(t, layer.numbers, room.rows);
   uint8_t *scales = layer.coded, *lows = scales + places.scales_bytes, *coded = scales + places.numbers_at(kBits);
   Floats worst = splat(0);
   for (int64_t token = 0; token < t.tokens; token += kGroup<kBits>) {
@@ -306,7 +311,7 @@ double sum_of(const float* numbers, int64_t count) {
 // Encode `layers` layers to `out`, which has `room_bytes` bytes. A layer takes `coded_bytes` bytes, or is copied as it is
 // where numbers are not finite, huge, or all tiny, or lose a larger part of their RMS than `most_lost`. `sums` are of the squares, of those of the errors, and the largest
 // error. Returns how many layers are copied, or -1 when they do not fit or there is no memory.
-extern "C" int64_t kv_quantise(int64_t bits, const Tensor* tensors, int64_t count, const uint8_t* payload, int64_t layers,
+extern "C" int64_t kv_quantise(const Tensor* tensors, int64_t count, const uint8_t* payload, int64_t layers,
                                int64_t layer_bytes, int64_t coded_bytes, uint8_t* out, int64_t room_bytes, double most_lost,
                                uint8_t* as_it_is, double* sums) {
   int64_t written = 0, copied = 0, channels = 0;
@@ -328,8 +333,12 @@ extern "C" int64_t kv_quantise(int64_t bits, const Tensor* tensors, int64_t coun
     for (int64_t at = 0; at < count; at++) {
       const Tensor t = merged(tensors[at]);
       layer.numbers = whole + t.offset;
-      bits == 8 ? encode_any<8>(t, layer, room) : encode_any<4>(t, layer, room);
-      layer.coded += Places((int)bits, t, t.type == kF32 ? 4 : 2).nbytes((int)bits, t.tokens);
+      if (t.bits == 0) {
+        copy_rows(t, layer.numbers, layer.coded);
+      } else {
+        t.bits == 8 ? encode_any<8>(t, layer, room) : encode_any<4>(t, layer, room);
+      }
+      layer.coded += coded_bytes_of(t);
       layer.squares += t.heads * t.width, layer.errors += t.heads * t.width;
     }
     const double whole_sum = sum_of(squares, channels), lost_sum = sum_of(squares + channels, channels);
