@@ -267,6 +267,36 @@ def test_a_dropped_tenant_leaves_nothing_readable(daemon: RunningDaemon) -> None
 
 
 @pytest.mark.slow
+def test_a_drop_ends_where_the_state_cannot_be_written(daemon: RunningDaemon) -> None:
+    daemon.failpoints = "state.commit=error:ENOSPC"
+    daemon.start()
+    put(daemon, 1)
+    with pytest.raises(grpc.RpcError, match=r"the blocks are dropped, but .*state.* cannot be written.*drop again"):
+        daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    daemon.stop()
+    daemon.failpoints = ""
+    daemon.start()
+    assert daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE)).readable_slots == 0 and got(daemon, 1) == 0
+    daemon.stop()
+
+
+@pytest.mark.parametrize("hit", ["file.keys=kill@3", "keys.written=kill@3", "state.commit=kill@2"])
+def test_a_drop_that_a_kill_cut_short_is_done_again(daemon: RunningDaemon, hit: str) -> None:
+    daemon.failpoints = hit
+    daemon.start()
+    pieces = put(daemon, 1)
+    with pytest.raises(grpc.RpcError):
+        daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    assert daemon.process is not None and daemon.process.wait(30) == -9
+    daemon.failpoints = ""
+    daemon.restart()
+    reply = daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    assert not reply.readable_slots and not reply.kept_blocks and got(daemon, 1) == 0
+    assert not files_with(daemon.state_dir, [*pieces, MINE.encode()])
+    daemon.stop()
+
+
+@pytest.mark.slow
 def test_a_tenant_that_was_never_encrypted_is_dropped_and_counted(daemon: RunningDaemon) -> None:
     without(daemon, "encryption.default")
     daemon.start()
