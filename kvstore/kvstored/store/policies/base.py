@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from heapq import heapify, heappop
 
 import numpy as np
 import numpy.typing as npt
@@ -148,17 +149,20 @@ class EvictionPolicy(ABC):
         charged = share.charged_with or (tenant,)
         return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
 
-    def by_weight(self) -> list[int]:
-        """Return the tenants in the order in which they give up blocks: those over their maximum, then by the bytes
-        above their minimum for each unit of weight, the most first. Empty while no tenant has a weight."""
+    def by_weight(self) -> Iterator[int]:
+        """Yield the tenants with blocks here in the order in which they give up blocks: those over their maximum, then
+        by the bytes above their minimum for each unit of weight, the most first. None while no tenant has a weight."""
         if not any(share.weight for share in self.shares.values()):
-            return []
-
-        def claim(tenant: int) -> tuple[bool, float]:
-            share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
-            return self.is_over_maximum(tenant, share), (held_bytes - share.min_bytes) / (share.weight or 1)
-
-        return sorted(range(len(self.residency.tenants)), key=claim, reverse=True)
+            return
+        claims = []
+        for tenant in range(len(self.residency.tenants)):
+            if held_bytes := self.residency.tenant_bytes(tenant, self.tier):
+                share = self.shares.get(tenant, NO_SHARE)
+                above = (held_bytes - share.min_bytes) / (share.weight or 1)
+                claims.append((not self.is_over_maximum(tenant, share), -above, tenant))
+        heapify(claims)  # mostly the first gives one up: no more is put in order than is looked at
+        while claims:
+            yield heappop(claims)[2]
 
     # Events
 
