@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("cryptography", reason="needs the extra encryption")
 
+import kvstore_client
+from kvstore_client import Session
 from kvstore_proto.arena import SEALED
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme.inspect import Inspector
@@ -293,6 +295,47 @@ def test_a_drop_that_a_kill_cut_short_is_done_again(daemon: RunningDaemon, hit: 
     reply = daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
     assert not reply.readable_slots and not reply.kept_blocks and got(daemon, 1) == 0
     assert not files_with(daemon.state_dir, [*pieces, MINE.encode()])
+    daemon.stop()
+
+
+@pytest.mark.slow
+def test_a_warm_restart_keeps_dram_and_brings_no_dropped_tenant_back(daemon: RunningDaemon) -> None:
+    config = daemon.directory / "kvstored.toml"
+    config.write_text("".join(f"[[tenant]]\nname = '{name}'\nsocket = true\n" for name in ("kept", "gone")))
+    daemon.config = config
+    daemon.settings += ("host.warm_restart=holder",)
+    daemon.start()
+
+    def connect(tenant: str) -> Session:
+        return kvstore_client.connect(
+            daemon.socket_dir / "tenants" / tenant, fingerprint=MODEL, required=True, connect_timeout_s=30.0,
+            deadline_s=30.0,
+        )  # fmt: skip
+
+    def found(tenant: str, conversation: int) -> int:
+        with connect(tenant) as session:
+            return found_blocks(session, conversation, BLOCKS)
+
+    for tenant in ("kept", "gone"):
+        with connect(tenant) as session:
+            put_conversation(session, 1, BLOCKS, durability="none")
+            receipt = put_conversation(session, 2, BLOCKS, durability="always", wait="settled")
+            assert receipt.durability == ["durable"] * BLOCKS
+    payloads = [payload.tobytes()[:PIECE_BYTES] for number in (1, 2) for payload in payloads_of(number, BLOCKS, MODEL)]
+    copies = {path: path.read_bytes() for path in daemon.nvme_dir.rglob("*.slab")}
+    assert daemon.ask("DropTenant", pb.DropTenantRequest(name="gone")).key_destroyed
+    in_dram = daemon.tiers()["host"].blocks
+    assert in_dram == 2 * BLOCKS
+    daemon.kill9()
+    for path, content in copies.items():  # the encrypted blocks of before the drop, as a backup has them
+        path.write_bytes(content)
+    daemon.restart()
+    assert daemon.tiers()["host"].blocks == in_dram
+    assert [found("kept", number) for number in (1, 2)] == [BLOCKS] * 2
+    assert [found("gone", number) for number in (1, 2)] == [0, 0]
+    daemon.drop("host", discard=True)
+    assert [found("kept", number) for number in (1, 2)] == [0, BLOCKS], "from NVMe, by its key"
+    assert not files_with(daemon.state_dir, payloads)
     daemon.stop()
 
 
