@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
@@ -128,6 +130,7 @@ def test_a_store_that_hangs_is_owed_few_answers_and_is_shed(tmp_path: Path) -> N
     run(tmp_path, scenario, store)
 
 
+@pytest.mark.slow
 def test_the_local_part_is_promoted_while_a_question_is_open(tmp_path: Path) -> None:
     store = CountingStore()
 

@@ -80,6 +80,7 @@ def test_made_up_fingerprints_hide_no_version_of_weights(tmp_path: Path, monkeyp
     assert versions[3].digest() in tenants.fingerprints()
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
     tenants = opened(tmp_path)
     for number in range(100):

@@ -149,17 +149,15 @@ class EvictionPolicy(ABC):
         charged = share.charged_with or (tenant,)
         return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
 
-    def by_weight(self) -> Iterator[int]:
-        """Yield the tenants with blocks here in the order in which they give up blocks: those over their maximum, then
-        by the bytes above their minimum for each unit of weight, the most first. None while no tenant has a weight."""
-        if not any(share.weight for share in self.shares.values()):
-            return
-        claims = []
-        for tenant in range(len(self.residency.tenants)):
-            if held_bytes := self.residency.tenant_bytes(tenant, self.tier):
-                share = self.shares.get(tenant, NO_SHARE)
-                above = (held_bytes - share.min_bytes) / (share.weight or 1)
-                claims.append((not self.is_over_maximum(tenant, share), -above, tenant))
+    def first_to_lose(self) -> Iterator[int]:
+        """Yield the tenants with blocks here that give up blocks before others, in their order: those over their
+        maximum, then by the bytes above their minimum for each unit of weight, the most first. While no tenant has a
+        weight, only tenants over their maximum are yielded."""
+        weighs, claims = any(share.weight for share in self.shares.values()), []
+        for tenant in range(len(self.residency.tenants)) if weighs else self.shares:
+            share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
+            if held_bytes and ((is_over := self.is_over_maximum(tenant, share)) or weighs):
+                claims.append((not is_over, (share.min_bytes - held_bytes) / (share.weight or 1), tenant))
         heapify(claims)  # mostly the first gives one up: no more is put in order than is looked at
         while claims:
             yield heappop(claims)[2]
