@@ -1,7 +1,8 @@
 """Tenants beside each other at one daemon: what one learns of another, what a flood takes, and what is served too late.
 
-- `timing_auc_distance`: one tenant times lookups and puts of blocks, of which another tenant has half. The area under
-  the ROC curve of these times says how well they tell the halves apart; its distance from 0.5 is 0 for not at all.
+- `timing_auc_distance`: one tenant times lookups and puts of blocks, of which another tenant, or a shared pool that is
+  not for it, has half; and hellos that name that pool, or none. The area under the ROC curve of these times says how
+  well they tell the halves apart; its distance from 0.5 is 0 for not at all.
 - `prime_probe_auc`: one tenant fills DRAM and counts which of its blocks are gone after another tenant did, or did not,
   store some. Room that tenants share shows that; the second figure is with maxima that leave each its own room.
 - `flood_hits_lost`, `flood_lookup_p99`: a quiet tenant reads what it keeps within its guaranteed minimum, while another
@@ -19,6 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ from support.report import AT_MOST, Measure, Row, parser_of, percentile, printed
 
 from kvstore_client import Session
 from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.v1 import handshake_pb2 as hs
 
 GROUPS = {"quiet": 61001, "other": 61002}
 TENANTS = "".join(f'[[tenant]]\nname = "{name}"\ngids = [{gid}]\n%({name})s' for name, gid in GROUPS.items())
@@ -55,9 +58,9 @@ def acting_as(tenant: str) -> Iterator[None]:
         os.setegid(before)
 
 
-def connect(daemon: BenchDaemon, tenant: str, fingerprint: Fingerprint = MODEL) -> Session:
+def connect(daemon: BenchDaemon, tenant: str, fingerprint: Fingerprint = MODEL, pool: str = "") -> Session:
     with acting_as(tenant):
-        return daemon.connect(fingerprint, **OPTIONS)
+        return daemon.connect(fingerprint, **OPTIONS, pool=pool)
 
 
 def tenants(**settings: str) -> str:
@@ -92,32 +95,56 @@ def _put(session: Session, number: int) -> None:
     session.put(tokens_of(number, 1), payloads=[_PAYLOAD], durability="none")
 
 
+def _hello(session: Session, number: int) -> None:
+    """Say hello about the pool "prompts", which is there and not for the caller, or about one that is not."""
+    name = "prompts" if number % 2 == 0 else "promptz"
+    hello = hs.Hello(protocol_version=1, client_name="spy", fingerprint=MODEL.canonical(), pool=name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as spy:
+        spy.connect(os.path.join(_SOCKETS[0], "handshake.sock"))
+        spy.send(hs.ClientPacket(hello=hello).SerializeToString())
+        spy.recv(1 << 16)
+
+
 _PAYLOAD, _LARGE = payloads(1, BLOCK_BYTES)[0], payloads(1, 16 * BLOCK_BYTES)[0]
-PROBES: dict[str, Callable[[Session, int], None]] = {"lookup": _lookup, "put": _put}
+PROBES: dict[str, tuple[str, Callable[[Session, int], None]]] = {
+    "lookup": ("", _lookup), "put": ("", _put), "lookup of a pool's": ("prompts", _lookup),
+    "hello": ("prompts", _hello),
+}  # fmt: skip
+"""By name: the pool that has half of the blocks, "" for the other tenant itself, and the probe."""
+POOL = """[[tenant]]
+name = "third"
+gids = [61003]
+[[tenant]]
+name = "prompts"
+publisher = "quiet"
+readers = ["third"]
+"""
+_SOCKETS: list[str] = []
 
 
 def timing(quick: bool) -> list[Row]:
     """Time probes of blocks that another tenant has, and of blocks that nobody has, in random order."""
     count, worst = 3000 if quick else 10_000, 0.0
-    with bench_daemon("host.capacity=768MiB", "nvme.enabled=false", config=tenants()) as daemon:  # noqa: SIM117
-        with connect(daemon, "quiet") as quiet, connect(daemon, "other") as other:
-            for first, (name, probe) in enumerate(PROBES.items(), 1):
+    with bench_daemon("host.capacity=768MiB", "nvme.enabled=false", config=tenants() + POOL) as daemon:
+        _SOCKETS[:] = [str(daemon.socket_dir)]
+        for first, (name, (pool, probe)) in enumerate(PROBES.items(), 1):
+            with connect(daemon, "quiet", pool=pool) as quiet, connect(daemon, "other") as other:
                 numbers = list(range(first * 100_000, first * 100_000 + 2 * count))
-                random.Random(first).shuffle(numbers)
                 stored = set(numbers[::2])
-                for number in stored:
+                for number in stored if probe is not _hello else ():
                     quiet.put(tokens_of(number, 1), payloads=[_PAYLOAD], durability="none")
                 random.Random(-first).shuffle(numbers)
                 times: dict[bool, list[float]] = {True: [], False: []}
-                for warming in range(200):
-                    probe(other, 90_000_000 + first * 1000 + warming)
-                for number in numbers:
-                    began = time.perf_counter()
-                    probe(other, number)
-                    times[number in stored].append(time.perf_counter() - began)
-                distance = abs(auc(times[True], times[False]) - 0.5)
-                progress(f"{name}: distance {distance:.4f} of {len(times[True])} probes of each kind")
-                worst = max(worst, distance)
+                with acting_as("other"):
+                    for warming in range(200):
+                        probe(other, 90_000_000 + first * 1000 + warming)
+                    for number in numbers:
+                        began = time.perf_counter()
+                        probe(other, number)
+                        times[number in stored].append(time.perf_counter() - began)
+            distance = abs(auc(times[True], times[False]) - 0.5)
+            progress(f"{name}: distance {distance:.4f} of {len(times[True])} probes of each kind")
+            worst = max(worst, distance)
     return [within("timing_auc_distance", worst, "from 0.5", 0.03)]
 
 
@@ -185,7 +212,7 @@ class _Turns:
 
 def flood(quick: bool) -> list[Row]:
     """Alternate turns of a quiet tenant alone and beside a flood of `FLOOD` puts for each of its rounds."""
-    turns, rounds = (2, 30) if quick else (6, 150)
+    turns, rounds = (2, 30) if quick else (5, 100)
     conversations = 30 * MIB // (8 * SLOT_BYTES)  # of 32 MiB that are guaranteed
     settings = tenants(quiet='host_min = "32MiB"\nhost_weight = 1\n', other="host_weight = 1\n")
     alone, beside, room = _Turns(), _Turns(), ("host.capacity=128MiB", "host.staging=16MiB", "nvme.enabled=false")

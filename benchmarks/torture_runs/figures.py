@@ -30,7 +30,8 @@ MUST_BE_ZERO = (
     "wrong_bytes_after_kill", "over_capacity_bytes", "over_host_capacity_bytes", "restart_failures",
     "daemon_tracebacks", "visibility_misses", "visibility_wrong", "visibility_probes_absent", "dram_wrong",
     "power_loss_wrong", "power_loss_lost", "hostile_successes", "hostile_crashes", "over_hostile_memory_bytes",
-    "over_hostile_descriptors",
+    "over_hostile_descriptors", "soak_wrong", "over_soak_memory_bytes", "over_soak_descriptors", "over_soak_threads",
+    "over_soak_disk_bytes",
 )  # fmt: skip
 MAXIMA = ("most_", "over_")
 WHY_NULL = "_why_null"

@@ -75,6 +75,10 @@ HARNESSES = (
         "hostile", "hostile", "a tenant that tries for another's blocks; made-up and spoilt messages on every socket",
         0.10, "hostile_inputs", ("hostile_inputs", "hostile_successes", "hostile_crashes"),
     ),
+    Harness(
+        "soak", "soak", "clients, tenants, pins, reloads and a full disk come and go, and nothing grows",
+        0.10, "soak_rounds", ("soak_rounds", "soak_wrong"),
+    ),
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -84,22 +83,6 @@ class ListingDaemon(MortalDaemon):
         tokens.touch(0o600)
         tokens.write_text(f"attacker {hashlib.sha256(b'attacker').hexdigest()}\n")
         return [*super().arguments(), "--config", str(config), "--set", f"unary.tokens_file={tokens}"]
-
-    @property
-    def whole_log(self) -> str:
-        return (self.directory / "log").read_text(errors="replace")
-
-    def own_socket(self, tenant: str) -> Path:
-        return self.socket_dir / "tenants" / tenant
-
-    def anonymous_bytes(self) -> int:
-        assert self.process is not None
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
-
-    def descriptors(self) -> int:
-        assert self.process is not None
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:

@@ -177,6 +177,29 @@ class MortalDaemon:
         settings["staging_bytes"] = 1 << 20
         return kvstore_client.connect(self.socket_dir, fingerprint=fingerprint, **(settings | options))
 
+    def connect_as(self, tenant: str, fingerprint: Fingerprint) -> Session:
+        """A session at the tenant's own socket."""
+        return kvstore_client.connect(
+            self.own_socket(tenant), fingerprint=fingerprint, required=True, deadline_s=20.0, connect_timeout_s=10.0,
+            staging_bytes=1 << 20,
+        )  # fmt: skip
+
+    @property
+    def whole_log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    def own_socket(self, tenant: str) -> Path:
+        return self.socket_dir / "tenants" / tenant
+
+    def anonymous_bytes(self) -> int:
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+    def descriptors(self) -> int:
+        assert self.process is not None
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
     def disk_bytes(self) -> int:
         """Return the bytes of the NVMe directory, every file in it at the larger of its length and its blocks."""
         total = 0

@@ -19,6 +19,7 @@ from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from kvctl.connection import AdminSocket
 from kvctl.output import FAILED, KEY_DIGITS, CommandError, Output
@@ -34,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 SHOWN_S = 300.0
 NODES, MISSES = 100, 40
 REFRESH_S = 2.0
+MOST_CONNECTIONS = 16  # at once; a further one is closed
 REQUEST_S = 10.0  # a connection that sends no request within it is closed
 TREE_SHARE = 20  # a tree is asked for anew after this many times the time that it took
 _MISSES = (">ago", "tenant", "client", "request", ">found", "missing key", "cause", ">times", "model")
@@ -187,10 +189,23 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, page: LivePage, port: int) -> None:
         self.word = secrets.token_urlsafe(16)
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)  # each has a thread for REQUEST_S at most
         super().__init__((LOOPBACK, port), partial(_Handler, page))
         port = self.server_address[1]
         self.hosts = {f"{host}:{port}" for host in (LOOPBACK, "localhost")}
         self.url = f"http://{LOOPBACK}:{port}/{self.word}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
 
 class _Handler(BaseHTTPRequestHandler):

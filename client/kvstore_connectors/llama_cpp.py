@@ -66,8 +66,8 @@ _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
-    """A cache for one `llama_cpp.Llama` that stores its state in the daemon, for `llm.set_cache`. `socket` is the
-    parameter of `kvstore_client.connect`.
+    """A cache for one `llama_cpp.Llama` that stores its state in the daemon, for `llm.set_cache`. `socket` and
+    `pool` are parameters of `kvstore_client.connect`.
 
     `weights_digest` saves a pass over the model's file if a digest is known; it must differ for different weights, and
     the caller then answers for the file. `deadline_s` bounds the time of asking the daemon for a prompt. A prefix that
@@ -87,6 +87,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         always_load: bool = False,
         required: bool = False,
         self_test: bool = True,
+        pool: str = "",
     ) -> None:
         super().__init__()
         if llm._logits_all:
@@ -115,6 +116,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             connect_timeout_s=CONNECT_TIMEOUT_S,
             deadline_s=deadline_s,
             required=required,
+            pool=pool,
         )
         self._deadline_s = deadline_s
         self._choice = None if always_load else LoadChoice.load(costs_file(self.fingerprint.digest()))

@@ -13,7 +13,10 @@ mkdir -p "$out/kvstored/wheels"
 cd "$out"
 /usr/bin/python3 -m venv --without-pip target # so that pip chooses wheels for that Python
 "${pip[@]}" wheel --no-deps --wheel-dir kvstored/wheels ../..
-"${pip[@]}" --python target/bin/python download --only-binary :all: --dest kvstored/wheels kvstored/wheels/kvstored-*.whl
+# What operators of a service set up, encryption and remote stores among them: no Debian has these libraries as new as
+# they are needed. Mooncake's, for one kind of remote store, would be half of the package.
+libraries=("$(echo kvstored/wheels/kvstored-*.whl)[encryption,events,otel]" 'redis[hiredis]>=5' 'obstore>=0.12')
+"${pip[@]}" --python target/bin/python download --only-binary :all: --dest kvstored/wheels "${libraries[@]}"
 cp -r ../../deploy/debian kvstored/debian
 cp -r ../../deploy kvstored/
 wheel=$(basename kvstored/wheels/kvstored-*.whl)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,9 @@ from kvstored.clock import SystemClock
 from kvstored.telemetry.spans import EndedSpan, Sampler, Sending, SpanExporter, TracesError
 from tests.reference.conversations import model, put_conversation, tokens_of
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, eventually, running_daemon
+from tests.reference.running_server import RunningServer
+from tests.reference.skips import skip_without_ggml
+from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 from tests.reference.unary_client import by_tokens, unary_client
 
 otel = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="needs the extra otel")
@@ -119,6 +125,34 @@ def test_a_request_of_an_engine_is_one_trace_with_its_movement_and_lease(collect
             each.value.string_value for each in collector.resources[0].attributes if each.key == "service.name"
         }
         assert service == "kvstored"
+
+
+@pytest.mark.slow
+def test_an_http_request_is_one_trace_through_the_engine(collector: Collector, tmp_path: Path) -> None:
+    """What kvengine looks up, loads and stores for a request is below the span that its caller names."""
+    skip_without_ggml()
+    for needed in ("uvicorn", "httptools"):
+        pytest.importorskip(needed, reason="the extra server is not installed")
+    weights = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary())
+    with traced_daemon(collector, "traces.sample=0") as daemon:
+        for turn in range(2):  # the second engine loads what the first one stored
+            server = RunningServer(
+                tmp_path, weights, "--served-name", "tiny", "--threads", "1", "--kvstore", str(daemon.socket_dir)
+            )
+            try:
+                body = {"model": "tiny", "prompt": "the cat sat on the mat " * 20, "max_tokens": 2, "temperature": 0}
+                headers = {"traceparent": HEADER, "content-type": "application/json"}
+                request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    assert response.status == 200
+                assert server.stop() == 0, server.log
+            finally:
+                server.close()
+            wanted = ("kvstored.store",) if turn == 0 else ("kvstored.acquire", "kvstored.lease")
+            assert eventually(lambda wanted=wanted: all(collector.named(name) for name in wanted)), server.log
+    assert {int.from_bytes(span.trace_id) for span in collector.spans} == {TRACE}
+    roots = [*collector.named("kvstored.store"), *collector.named("kvstored.acquire")]
+    assert {span.parent_span_id for span in roots} == {SPAN.to_bytes(8)}
 
 
 def test_what_no_engine_traces_begins_traces_of_its_own(collector: Collector) -> None:

@@ -192,6 +192,15 @@ def test_a_wrong_hello_is_refused_in_words(daemon: RunningDaemon, hello: dict[st
     assert daemon.status().counters["sessions_refused"] == refusals + 1
 
 
+def test_many_refused_hellos_write_few_lines(daemon: RunningDaemon) -> None:
+    before, refusals = daemon.log.count("refused pid"), daemon.status().counters["sessions_refused"]
+    for _ in range(100):
+        with RawClient(daemon.socket_dir, MODEL, protocol_version=9) as client:
+            assert client.refused is not None
+    assert daemon.status().counters["sessions_refused"] == refusals + 100
+    assert daemon.log.count("refused pid") - before <= 60, "in three minutes at most"
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\N{PILE OF POO}" * 64, "two\nlines \x1b[31m", "x" * 60_000])
 def test_a_strange_name_is_only_a_name(daemon: RunningDaemon, name: str) -> None:
     with RawClient(daemon.socket_dir, MODEL, client_name=name) as client:

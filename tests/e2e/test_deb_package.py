@@ -29,6 +29,25 @@ _DEB = ROOT / "build/deb"
 _KEPT = ("/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/subuid", "/etc/subgid", "/var/log/",
          "/var/lib/dpkg/", "/var/cache/apt/", "/var/lib/apt/", "/var/lib/systemd/", "/etc/machine-id", "/etc/.pwd.lock",
          "/var/cache/ldconfig/", "/etc/ld.so.cache", "/root/", "/etc/systemd/system")  # fmt: skip
+_MORE_SETTINGS = """
+[encryption]
+key_file = "/etc/kvstored/master"
+default = true
+[events]
+listen = "tcp://127.0.0.1:5557"
+[traces]
+endpoint = "http://127.0.0.1:4318"
+[[tier]]
+name = "values"
+kind = "remote"
+url = "redis://127.0.0.1:6379"
+capacity = "1GiB"
+[[tier]]
+name = "objects"
+kind = "remote"
+url = "s3://bucket?endpoint=http://127.0.0.1:9000&region=x&allow_http=true"
+capacity = "1GiB"
+"""
 _PROMPTS = [f"{number} cats sat on the mat and the hat of the rat that ran. " * 12 for number in range(4)]
 
 
@@ -182,6 +201,30 @@ def test_the_first_client_starts_a_stopped_daemon(debian: BootedDebian) -> None:
     assert debian.run("systemctl", "is-active", "kvstored").returncode
     assert debian.say("kvctl", "--timeout", "60", "get", "--name", "greeting") == debian.say("cat", "/etc/os-release")
     debian.say("systemctl", "is-active", "kvstored")
+
+
+def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
+    """Encryption at rest, KV events, traces and remote stores work as installed; an extra that it lacks is named."""
+    (debian.root / "tmp/more.toml").write_text(_MORE_SETTINGS)
+    mark, file = "nobody but its tenant reads this " * 4000, "/etc/kvstored/kvstored.toml"
+    (debian.root / "tmp/mark").write_text(mark)
+    debian.say("cp", file, "/tmp/before.toml")
+    debian.say("sh", "-c", "umask 077; head -c 32 /dev/urandom | base64 >/etc/kvstored/master")
+    debian.say("chown", "kvstored", "/etc/kvstored/master")
+    debian.say("sh", "-c", f"cat /tmp/more.toml >>{file}")
+    debian.say("systemctl", "restart", "kvstored")
+    debian.say("kvctl", "--timeout", "60", "put", "--name", "mark", "/tmp/mark")
+    debian.say("kvctl", "flush")
+    debian.say("systemctl", "restart", "kvstored")
+    assert debian.say("kvctl", "--timeout", "60", "get", "--name", "mark") == mark
+    assert debian.run("grep", "-rlaF", mark[:30], "/var/lib/kvstored").stdout == ""
+    said = debian.say("journalctl", "--unit=kvstored", "--no-pager", "--output=cat")
+    assert "cannot be loaded" not in said and "Traceback" not in said, said[-4000:]
+    assert {tier["name"] for tier in _kvctl(debian, "tiers")["tiers"]} == {"host", "nvme", "objects", "values"}
+    debian.say("sh", "-c", f"printf '[nvme]\\ncodec = \"lossless\"\\n' | cat /tmp/before.toml - >{file}")
+    assert "the Debian package has no extra codecs" in debian.run("kvstored", "serve", "--config", file).stderr
+    debian.say("cp", "/tmp/before.toml", file)
+    debian.say("rm", "/etc/kvstored/master")
 
 
 def test_removal_keeps_the_configuration_and_purge_leaves_nothing(debian: BootedDebian) -> None:

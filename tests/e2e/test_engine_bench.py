@@ -63,6 +63,8 @@ def test_a_quick_look_at_an_engine(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         (["--url", "http://127.0.0.1:1", "--trace", "t.json"], "--trace"),
         (["--url", "http://127.0.0.1:1", "--against", "llama-server"], "give --model, not --url"),
         (["--model", "x.gguf", "--against", "llama-server", "--llama-server", "nowhere"], "no such file"),
+        (["--model", "x.gguf", "--against", "llama-server", "--policy", "x"], "--policy is not for --against"),
+        (["--model", "x.gguf", "--against", "llama-server", "--kv-dtype", "x"], "--kv-dtype is not for --against"),
     ],
 )
 def test_a_mistake_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPMessage
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+from kvctl.live import MOST_CONNECTIONS
 from kvctl.main import main
 from tests.reference.browser import Browser, real_browser
 from tests.reference.conversations import model, payloads_of, tokens_of
@@ -102,6 +105,24 @@ def test_a_daemon_that_is_gone_is_said_and_waited_for(capsys: pytest.CaptureFixt
         daemon.restart()
         assert eventually(lambda: "serving" in ask(url)[2])
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_connections_that_say_nothing_hold_few_threads(daemon: RunningDaemon) -> None:
+    with served(daemon) as url, ExitStack() as stack:
+        port = urlsplit(url).port
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(60)]
+        ended = [each for each in silent[MOST_CONNECTIONS:] if each.recv(1) == b""]
+        assert len(ended) == 60 - MOST_CONNECTIONS, "closed at once"
+        for each in silent:
+            each.close()
+        assert eventually(lambda: not_refused(url)), "and others are served when they have gone"
+
+
+def not_refused(url: str) -> bool:
+    try:
+        return ask(url)[0] == 200
+    except OSError:
+        return False
 
 
 def test_a_taken_port_is_named(daemon: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:

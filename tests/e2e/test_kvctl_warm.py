@@ -6,6 +6,7 @@ import gzip
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, running_daemon
+from tests.reference.running_server import RunningServer
+from tests.reference.skips import skip_without_ggml
+from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 MODEL = model()
 
@@ -147,3 +151,40 @@ def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine
         assert kvctl.json(["pin", "a", *words, "--tokenize", engine.url])["blocks"] == 2
         assert {tuple(block["pinned_by"]) for block in kvctl.json("blocks")["blocks"]} == {("a",)}
         assert "does not answer" in kvctl(["unpin", "a", *words, "--tokenize", "http://127.0.0.1:9"], exit_code=3).err
+
+
+@pytest.mark.slow
+def test_an_engine_computes_and_stores_what_a_daemon_recorded(tmp_path: Path, capfdbinary: Any) -> None:
+    """What was asked yesterday is stored again in an empty daemon, by a real engine, and found by the next request."""
+    skip_without_ggml()
+    for needed in ("uvicorn", "httptools"):
+        pytest.importorskip(needed, reason="the extra server is not installed")
+    weights, path = write_tiny_llama(tmp_path / "tiny.gguf", byte_level_vocabulary()), tmp_path / "today.jsonl.gz"
+    prompts = [f"{number} cats sat on the mat and the hat of the rat. " * 8 for number in range(3)]
+
+    def ask(server: RunningServer, prompt: str) -> int:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        status, answer, _ = server.request("POST", "/v1/completions", body)
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    @contextmanager
+    def serving(daemon: RunningDaemon) -> Iterator[RunningServer]:
+        command = ("--served-name", "tiny", "--threads", "1", "--kvstore", str(daemon.socket_dir))
+        server = RunningServer(tmp_path, weights, *command)
+        try:
+            yield server
+            assert server.stop() == 0, server.log
+        finally:
+            server.close()
+
+    with running_daemon(f"daemon.record={path}", "daemon.record_tokens=true") as daemon:
+        with serving(daemon) as server:
+            assert [ask(server, prompt) for prompt in prompts] == [0, 0, 0]
+        daemon.stop()
+    with running_daemon() as daemon:
+        with serving(daemon) as server:
+            done = Kvctl(daemon, capfdbinary)(["warm", "--from", str(path), "--to", server.url])
+            assert "sent 3 prompts" in done.out
+        with serving(daemon) as server:
+            assert all(ask(server, prompt) > 100 for prompt in prompts), "the daemon has them"

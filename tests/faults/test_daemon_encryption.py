@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("cryptography", reason="needs the extra encryption")
 
+import kvstore_client
+from kvstore_client import Session
 from kvstore_proto.arena import SEALED
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme.inspect import Inspector
@@ -265,6 +267,77 @@ def test_a_dropped_tenant_leaves_nothing_readable(daemon: RunningDaemon) -> None
     assert got(daemon, 1) == 0 and not keys_of(daemon)
     put(daemon, 1)
     assert got(daemon, 1) == BLOCKS
+    daemon.stop()
+
+
+@pytest.mark.slow
+def test_a_drop_ends_where_the_state_cannot_be_written(daemon: RunningDaemon) -> None:
+    daemon.failpoints = "state.commit=error:ENOSPC"
+    daemon.start()
+    put(daemon, 1)
+    with pytest.raises(grpc.RpcError, match=r"the blocks are dropped, but .*state.* cannot be written.*drop again"):
+        daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    daemon.stop()
+    daemon.failpoints = ""
+    daemon.start()
+    assert daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE)).readable_slots == 0 and got(daemon, 1) == 0
+    daemon.stop()
+
+
+@pytest.mark.parametrize("hit", ["file.keys=kill@3", "keys.written=kill@3", "state.commit=kill@2"])
+def test_a_drop_that_a_kill_cut_short_is_done_again(daemon: RunningDaemon, hit: str) -> None:
+    daemon.failpoints = hit
+    daemon.start()
+    pieces = put(daemon, 1)
+    with pytest.raises(grpc.RpcError):
+        daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    assert daemon.process is not None and daemon.process.wait(30) == -9
+    daemon.failpoints = ""
+    daemon.restart()
+    reply = daemon.ask("DropTenant", pb.DropTenantRequest(name=MINE))
+    assert not reply.readable_slots and not reply.kept_blocks and got(daemon, 1) == 0
+    assert not files_with(daemon.state_dir, [*pieces, MINE.encode()])
+    daemon.stop()
+
+
+@pytest.mark.slow
+def test_a_warm_restart_keeps_dram_and_brings_no_dropped_tenant_back(daemon: RunningDaemon) -> None:
+    config = daemon.directory / "kvstored.toml"
+    config.write_text("".join(f"[[tenant]]\nname = '{name}'\nsocket = true\n" for name in ("kept", "gone")))
+    daemon.config = config
+    daemon.settings += ("host.warm_restart=holder",)
+    daemon.start()
+
+    def connect(tenant: str) -> Session:
+        return kvstore_client.connect(
+            daemon.socket_dir / "tenants" / tenant, fingerprint=MODEL, required=True, connect_timeout_s=30.0,
+            deadline_s=30.0,
+        )  # fmt: skip
+
+    def found(tenant: str, conversation: int) -> int:
+        with connect(tenant) as session:
+            return found_blocks(session, conversation, BLOCKS)
+
+    for tenant in ("kept", "gone"):
+        with connect(tenant) as session:
+            put_conversation(session, 1, BLOCKS, durability="none")
+            receipt = put_conversation(session, 2, BLOCKS, durability="always", wait="settled")
+            assert receipt.durability == ["durable"] * BLOCKS
+    payloads = [payload.tobytes()[:PIECE_BYTES] for number in (1, 2) for payload in payloads_of(number, BLOCKS, MODEL)]
+    copies = {path: path.read_bytes() for path in daemon.nvme_dir.rglob("*.slab")}
+    assert daemon.ask("DropTenant", pb.DropTenantRequest(name="gone")).key_destroyed
+    in_dram = daemon.tiers()["host"].blocks
+    assert in_dram == 2 * BLOCKS
+    daemon.kill9()
+    for path, content in copies.items():  # the encrypted blocks of before the drop, as a backup has them
+        path.write_bytes(content)
+    daemon.restart()
+    assert daemon.tiers()["host"].blocks == in_dram
+    assert [found("kept", number) for number in (1, 2)] == [BLOCKS] * 2
+    assert [found("gone", number) for number in (1, 2)] == [0, 0]
+    daemon.drop("host", discard=True)
+    assert [found("kept", number) for number in (1, 2)] == [0, BLOCKS], "from NVMe, by its key"
+    assert not files_with(daemon.state_dir, payloads)
     daemon.stop()
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstored.rpc.verbs import Verbs
 from kvstored.store.degraded.modes import Mode
 from kvstored.store.operations.discovery import MOST_OWED
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
 from kvstored.store.remote import RemoteValue
+from kvstored.telemetry import RecentMisses
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import FAR_S, small_store
 from tests.reference.tiers import NVME
@@ -85,6 +89,25 @@ def test_what_is_not_there_is_not_asked_for_again_before_its_time(tmp_path: Path
         stranger = driven.new_client(2, "another")
         await driven.get(keys_of(1, BLOCKS), stranger)
         await small.until(lambda: len(store.asked) == 3 * BLOCKS)  # what one tenant learned says nothing to another
+
+    run(tmp_path, scenario, store)
+
+
+def test_a_lookup_that_waits_counts_what_it_does_not_ask_once(tmp_path: Path) -> None:
+    store = CountingStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        nobody: Any = None
+        verbs = Verbs(driven.small.store, driven.operations, RecentMisses(4, driven.small.clock), nobody, nobody)
+        short, long = keys_of(1, 1), keys_of(2, 512)  # of the short one computing takes less than asking
+        driven.operations.discovery.value = RemoteValue(saved_us_per_token=1.0)
+        sets = [pb.KeySet(keys=b"".join(each)) for each in (short, long)]
+        request, session = pb.Request(lookup=pb.Lookup(sets=sets, max_wait_ms=1000)), cast(Any, driven.client)
+        for times in driven.operations.discovery.times.values():
+            times.deadline_s = FAR_S  # no store is late on a busy machine
+        assert verbs.quick["lookup"](session, request) is None, "it waits for the long one"
+        (reply,) = [each async for each in verbs.slow["lookup"](session, request)]
+        assert len(reply.lookup.sets) == 2 and driven.small.store.counters["discovery_declined"] == 1
 
     run(tmp_path, scenario, store)
 

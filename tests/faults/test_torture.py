@@ -30,6 +30,7 @@ PROMISED = (
 KILLS = 200  # each costs a start of the daemon, most of a second on two quiet cores
 KILLS_PATIENCE_S = 1500
 HOSTILE_S = 300
+SOAK_S = 600
 
 
 @pytest.fixture
@@ -163,6 +164,16 @@ def test_hostile_clients_have_no_success(place: Path) -> None:
     result = run(place, "--seed", "8", "--seconds", str(HOSTILE_S), "--only", "hostile", timeout_s=HOSTILE_S + 150)
     assert result["hostile_inputs"] > 10_000 and len(result["hostile_by_kind"]) >= 8
     wrong = ("hostile_successes", "hostile_crashes", "over_hostile_memory_bytes", "over_hostile_descriptors")
+    assert {name: result[name] for name in wrong} == dict.fromkeys(wrong, 0), result.get("failures")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 300)
+def test_a_daemon_under_churn_does_not_grow(place: Path) -> None:
+    result = run(place, "--seed", "9", "--seconds", str(SOAK_S), "--only", "soak", timeout_s=SOAK_S + 250)
+    assert result["soak_rounds"] >= 12, "growth is judged"
+    assert {"new_guest", "reload", "full", "drop", "bump", "expire", "vanish"} <= result["soak_actions"].keys()
+    wrong = ("soak_wrong", *(f"over_soak_{name}" for name in ("memory_bytes", "descriptors", "threads", "disk_bytes")))
     assert {name: result[name] for name in wrong} == dict.fromkeys(wrong, 0), result.get("failures")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 pytest.importorskip("redis", reason="needs the extra 'remote'")
 pytest.importorskip("cryptography", reason="needs the extra 'remote'")
 
-from kvstore_client import Fingerprint, LayerGroup, StatePart
+from kvstore_client import Fingerprint, KVStoreError, LayerGroup, StatePart
+from kvstore_proto.v1.keeping_pb2 import VersionsRequest
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.remote_servers import redis_server
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -98,3 +100,39 @@ def test_a_lookup_finds_what_another_node_stored_for_every_layer_group(tmp_path:
                     assert [int(lease.payload(place)[0]) for place in range(len(lease))] == [
                         (group.group_id + block) % 256 for block in needed
                     ]
+
+
+def test_a_bump_on_one_node_leaves_no_stale_hit_on_another(tmp_path: Path, store: str) -> None:
+    """Blocks of the older weights leave the shared store; those of the newer ones are found, with their own bytes."""
+    secret = secret_file(tmp_path)
+    versions = [replace(MODEL, weights="policy", weights_version=number) for number in (1, 2)]
+
+    def put(daemon: RunningDaemon, version: int) -> None:
+        with daemon.connect(versions[version]) as session:
+            for number in range(CONVERSATIONS):  # no payload of one version is one of the other
+                payloads = payloads_of(number + 100 * version, BLOCKS, MODEL)
+                session.put(tokens_of(number, BLOCKS), payloads=payloads, wait="settled")
+
+    def hits(daemon: RunningDaemon, version: int) -> list[int]:
+        held = []
+        with daemon.connect(versions[version]) as session:
+            for number in range(CONVERSATIONS):
+                with session.get(tokens_of(number, BLOCKS)) as lease:
+                    assert holds(lease, payloads_of(number + 100 * version, lease.blocks, MODEL))
+                    held.append(lease.blocks)
+        return held
+
+    everything = [BLOCKS] * CONVERSATIONS
+    with running_daemon(*settings(store, secret)) as first, running_daemon(*settings(store, secret)) as second:
+        put(first, 0)
+        assert eventually(lambda: is_shared(first))
+        assert eventually(lambda: hits(second, 0) == everything)
+        bumped = first.ask("Versions", VersionsRequest(tenant=f"uid-{os.geteuid()}", weights="policy"))
+        assert [each.version for each in bumped.versions] == [2]
+        assert eventually(lambda: first.tiers()["remote"].blocks == 0)
+        assert hits(second, 1) == [0] * CONVERSATIONS, "before anything of the new version is stored"
+        with pytest.raises(KVStoreError, match="at version 2"):
+            second.connect(versions[0])
+        put(first, 1)
+        assert eventually(lambda: is_shared(first))
+        assert eventually(lambda: hits(second, 1) == everything)

@@ -93,6 +93,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             deadline_s=self._deadline_s,
             staging_bytes=int(self._extra.get("staging_bytes", STAGING_BYTES)),
             exact=not self._extra.get("accepts_lossy", False),
+            pool=str(self._extra.get("pool", "")),
         )
         self._stored = StoredPages(self._session, self._form)
         self._choice = self._new_choice(self._session, self._host[KV])

@@ -267,6 +267,7 @@ def _connect(extra: dict[str, Any], fingerprint: Fingerprint, device: int) -> Se
         deadline_s=LOOKUP_S,
         staging_bytes=int(extra.get("staging_bytes", STAGING_BYTES)),
         exact=not extra.get("accepts_lossy", False),
+        pool=str(extra.get("pool", "")),
         device=device,
     )
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
+from kvstore_client.trace import TRACE
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.transformers.copies import BlockSource
 from kvstore_proto.errors import KVStoreError
@@ -49,7 +50,7 @@ class ComputedBlocks:
 class SequenceToStore:
     """The record of storing one sequence. `computed` has its blocks while any of them waits to be stored.
     `wanted_blocks` blocks are to be stored; `done_blocks` of them are stored, or will not be. `statuses` counts the
-    results by status. `reason` says why storing stopped, or is "".
+    results by status. `reason` says why storing stopped, or is "". `trace` is the span in which the model computed.
     """
 
     session: Session
@@ -58,6 +59,7 @@ class SequenceToStore:
     done_blocks: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     reason: str = ""
+    trace: bytes = b""
 
     @property
     def waiting_blocks(self) -> int:
@@ -84,7 +86,7 @@ class SessionStorer:
     def advance(self, sequence: SequenceToStore, computed: ComputedBlocks) -> None:
         """Announce that the blocks `computed` of `sequence` can be stored. It never waits."""
         with self._changed:
-            sequence.computed, sequence.wanted_blocks = computed, computed.blocks
+            sequence.computed, sequence.wanted_blocks, sequence.trace = computed, computed.blocks, TRACE.get()
             if sequence.waiting_blocks <= 0 or sequence in self._queue:
                 return
             if len(self._queue) >= MOST_WAITING:
@@ -135,6 +137,7 @@ class SessionStorer:
         runs = computed.source.runs(blocks)
         tokens = computed.tokens[: blocks.stop * session.block_tokens]
         computed.ready.wait()  # the put's deadline is for the daemon, not for what the model still computes
+        TRACE.set(sequence.trace)
         for run in runs:
             receipt = session.put(tokens, first_block=run.first, payloads=run.payloads, group=run.group)
             if run.group == runs[0].group:  # the other groups have parts of the same blocks

@@ -352,6 +352,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             deadline_s=deadline_s,
             connect_timeout_s=settings.connect_timeout_ms / 1000,
             exact=not settings.accepts_lossy,
+            pool=settings.pool,
             staging_bytes=staging_bytes,
             device=device,
         )

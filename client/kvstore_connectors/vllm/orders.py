@@ -16,11 +16,12 @@ Place = int | tuple[int, ...]
 class RequestPrefix:
     """The leading whole blocks of a request: their tokens, packed as little-endian int32, and the digests of its other
     inputs. `digests[i]` covers everything except tokens that the blocks 0 to i depend on. `digests` is empty for a
-    plain text request.
+    plain text request. `trace` is the W3C traceparent of the request, "" for none.
     """
 
     tokens: bytes
     digests: tuple[bytes, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

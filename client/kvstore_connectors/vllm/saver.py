@@ -22,6 +22,7 @@ from functools import partial
 from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
+from kvstore_client.trace import traced
 from kvstore_connectors.engine_session import SayOnce
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
@@ -183,13 +184,14 @@ class Saver:
         payloads = [partial(job.copy, pages, block_id) for block_id in order.block_ids[order.first_block :]]
         try:
             job.after.wait()
-            receipt = self._session.put(
-                **named,
-                payloads=payloads,
-                first_block=order.first_block,
-                payload_bytes=pages.block_bytes,
-                deadline_s=self._deadline_s,
-            )
+            with traced(order.prefix.trace):
+                receipt = self._session.put(
+                    **named,
+                    payloads=payloads,
+                    first_block=order.first_block,
+                    payload_bytes=pages.block_bytes,
+                    deadline_s=self._deadline_s,
+                )
         except _CutOff:
             return 0
         except KVStoreError as error:

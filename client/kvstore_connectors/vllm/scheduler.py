@@ -20,6 +20,7 @@ from typing import Any
 
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
+from kvstore_client.trace import traced
 from kvstore_connectors.load import hit_of
 from kvstore_connectors.vllm.answers import EndedAnswer
 from kvstore_connectors.vllm.group_orders import GroupOrders, GroupsOfRequest, Survey, survey
@@ -274,7 +275,8 @@ class SchedulerSide:
             named = address(session, prefix)
             found = Lookup(reason=REASON_NO_DAEMON)
             if named is not None:
-                with suppress(KVStoreError):  # a closed session, a request the daemon refuses: nothing is there
+                # A closed session, a request the daemon refuses: nothing is there.
+                with suppress(KVStoreError), traced(prefix.trace):
                     found = session.lookup(**named, deadline_s=self._lookup_deadline_s)
             if shortest is None or found.blocks < shortest.blocks:
                 shortest = found
@@ -290,7 +292,7 @@ class SchedulerSide:
             for group in self._groups.groups:
                 named = address(session, prefix, group=group.number)
                 if named is not None:
-                    with suppress(KVStoreError):  # as in `_lookup`
+                    with suppress(KVStoreError), traced(prefix.trace):  # as in `_lookup`
                         of_shard[group.number] = session.lookup(**named, deadline_s=self._lookup_deadline_s)
                 if group.stays and not of_shard[group.number].blocks:
                     break
@@ -352,7 +354,9 @@ class SchedulerSide:
     def _prefix(self, tracked: _Tracked, blocks: int) -> RequestPrefix:
         assert tracked.extras is not None
         tokens = tracked.request.all_token_ids[: blocks * self._block_tokens]
-        return RequestPrefix(pack_tokens(tokens), tracked.extras.digests(blocks, self._block_tokens))
+        headers = getattr(tracked.request, "trace_headers", None) or {}
+        digests = tracked.extras.digests(blocks, self._block_tokens)
+        return RequestPrefix(pack_tokens(tokens), digests, headers.get("traceparent", ""))
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:

@@ -29,7 +29,8 @@ class VllmConnectorSettings:
     `save_deadline_ms`, and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
     expected to be faster. While a GPU decodes, storing keeps to `store_rate`, and a restore beside the steps to
     `load_rate`: `auto`, `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be
-    read as files. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
+    read as files. `accepts_lossy`: see `kvstore_client.connect(exact=False)`. `pool`: a shared pool whose blocks are
+    meant instead of the tenant's own; who only reads it sets `read_only` too.
     """
 
     socket: str = ""
@@ -47,6 +48,7 @@ class VllmConnectorSettings:
     store_rate: str = "auto"
     load_rate: str = "off"
     weights_digest: str = ""
+    pool: str = ""
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
@@ -88,7 +90,7 @@ class VllmTierSettings:
     and one store of a part of a job. Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are
     dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right only if
     weights are never changed in place. `weights_digest` names model and weights for vLLM's plain OffloadingConnector,
-    which says neither. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
+    which says neither. `accepts_lossy`: see `kvstore_client.connect(exact=False)`. `pool`: as for the connector.
     """
 
     socket: str = ""
@@ -104,6 +106,7 @@ class VllmTierSettings:
     enable_kv_events: bool = False
     keep_after_reset: bool = False
     weights_digest: str = ""
+    pool: str = ""
 
 
 def parse_tier_settings(given: Mapping[str, Any]) -> VllmTierSettings:

@@ -22,6 +22,7 @@ from itertools import groupby
 
 from kvstore_client.lease import Lease
 from kvstore_client.session import Session
+from kvstore_client.trace import traced
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Place, SaveOrder, StepOrders, StepReport
@@ -300,7 +301,8 @@ class Load:
         if named is None:  # degraded
             return None
         wanted = len(order.block_ids)
-        return held.enter_context(self._session.get(**named, max_blocks=wanted, deadline_s=order.deadline_s))
+        with traced(order.prefix.trace):
+            return held.enter_context(self._session.get(**named, max_blocks=wanted, deadline_s=order.deadline_s))
 
     def _copied(self, leases: Sequence[Lease | None]) -> list[int]:
         """Copy the leased blocks into the pool; return how many leading blocks of each order are there."""

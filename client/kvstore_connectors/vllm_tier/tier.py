@@ -316,6 +316,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             deadline_s=settings.lookup_deadline_ms / 1000,
             connect_timeout_s=settings.connect_timeout_ms / 1000,
             exact=not settings.accepts_lossy,
+            pool=settings.pool,
             staging_bytes=staging_bytes,
         )
 

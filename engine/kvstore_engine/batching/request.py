@@ -23,7 +23,7 @@ class RequestSettings:
     token. logprobs: None, or k to report the log probabilities of the chosen and the k likeliest tokens, before
     sampling settings apply. store: put computed blocks into the daemon. next_step: a function that says which request
     will follow an answer, given the answer's token ids; the daemon gets it as a hint. constraint: a function that makes
-    the constraint (such as a grammar) of an answer.
+    the constraint (such as a grammar) of an answer. trace: the W3C traceparent of the caller's span, "" for none.
     """
 
     max_tokens: int = 256
@@ -35,6 +35,7 @@ class RequestSettings:
     store: bool = True
     next_step: Callable[[Sequence[int]], NextStep | None] | None = None
     constraint: Callable[[], Constraint] | None = None
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

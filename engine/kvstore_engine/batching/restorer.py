@@ -13,6 +13,7 @@ step that `settle` judges; blocks that cannot be loaded are computed.
 import logging
 from collections.abc import Callable
 
+from kvstore_client.trace import traced
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.restoration import Filler, Restoration
 from kvstore_engine.batching.sequence import Sequence
@@ -93,7 +94,8 @@ class Restorer:
             return False
         tokens = sequence.tokens[: usable * size].copy()
         windowed = {} if self._space.windows is None else {"window_tokens": self._space.pool.window_tokens}
-        lookup = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LOOKUP_DEADLINE_S, **windowed)
+        with traced(sequence.request.settings.trace):
+            lookup = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LOOKUP_DEADLINE_S, **windowed)
         engine_tokens = self._space.block_tokens
         nodes = sequence.held.nodes[sequence.computed // engine_tokens : usable * size // engine_tokens]
         nodes = [node for node in nodes if not node.ready and node.loader is None]
@@ -347,7 +349,8 @@ class Restorer:
     def _open(self, restoration: Restoration, now: float) -> None:
         end = restoration.first + restoration.pointers.stored()[-1] + 1
         tokens = restoration.tokens[: end * restoration.chunk_tokens]
-        stream = self.fetcher.stream(restoration.session, tokens, max_blocks=end, deadline_s=_STREAM_DEADLINE_S)
+        with traced(restoration.sequence.request.settings.trace):
+            stream = self.fetcher.stream(restoration.session, tokens, max_blocks=end, deadline_s=_STREAM_DEADLINE_S)
         restoration.open(stream, now)
         self._loading = restoration
 

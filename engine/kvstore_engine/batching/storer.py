@@ -134,6 +134,7 @@ class Storer:
                 node.stored = True  # or will be: no other sequence offers it
         self._space.pin(block for table in tables for block in table)
         put = _SequencePut(session, tokens, first, tables, sequence=sequence, marks=marks, window_blocks=[])
+        put.trace = sequence.request.settings.trace
         self._add_windows(put, range(first, end), per_block)
         self._queue.offer(put)
 

@@ -24,6 +24,7 @@ from kvstore_engine.bench.over_http import MeasuredServer
 from kvstore_engine.bench.report import as_json, write_files
 from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_server
 from kvstore_engine.bench.workload import LOADS, Arrivals, ClosedLoop, LoadSettings, OpenLoop
+from kvstore_engine.devices import CPU
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.models.locate import locate
@@ -38,6 +39,10 @@ _HEADINGS = (
 UNKNOWN_VOCABULARY = 32000
 _QUICK = LoadSettings(requests=8, prompt_tokens=64, generate_tokens=16)
 _ROUNDS, _QUICK_ROUNDS = 3, 1
+_OF_ENGINE = (
+    ("policy", "fcfs"), ("kv_dtype", "f16"), ("device", CPU),
+    ("block_sizes", None), ("pool_tokens", None), ("trace", None),
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,6 +80,9 @@ def _check(options: argparse.Namespace) -> None:
     for name, needs in (("llama_server", "against"), ("only", "against"), ("rounds", "against")):
         if getattr(options, name) is not None and not getattr(options, needs):
             raise UsageError(f"--{name.replace('_', '-')} goes with --against llama-server")
+    if options.against and (ignored := [name for name, default in _OF_ENGINE if getattr(options, name) != default]):
+        given = f"--{ignored[0].replace('_', '-')}"
+        raise UsageError(f"{given} is not for --against, whose engines run as kvengine serve does by default")
     if options.url and (options.trace or options.block_sizes or options.pool_tokens):
         raise UsageError("--trace, --block-sizes and --pool-tokens are for an engine in this process, not for --url")
     for count in options.concurrency or ():

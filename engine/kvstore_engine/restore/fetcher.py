@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -122,7 +123,9 @@ class Fetcher:
         """
         now = self._clock()
         fetch = Fetch(now, now + deadline_s)
-        self._pool().submit(self._look_up, fetch, session, tokens, max_blocks, deadline_s, window_tokens)
+        self._pool().submit(
+            copy_context().run, self._look_up, fetch, session, tokens, max_blocks, deadline_s, window_tokens
+        )
         return fetch
 
     def stream(
@@ -132,7 +135,7 @@ class Fetcher:
         them. It may take `deadline_s` seconds. With `order` "back" the last block is loaded first.
         """
         stream = BlockStream(self._clock())
-        self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s, order)
+        self._pool().submit(copy_context().run, self._load, stream, session, tokens, max_blocks, deadline_s, order)
         return stream
 
     def take(self, stream: BlockStream) -> list[ArrivedBlocks]:

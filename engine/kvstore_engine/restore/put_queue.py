@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvstore_client.trace import traced
 from kvstore_engine.restore.fingerprint import WINDOW_GROUP
 from kvstore_engine.restore.session import KvSession, NextStep, Payload, Tokens
 
@@ -36,7 +37,7 @@ class BlockSender(Protocol):
 class QueuedPut:
     """A request to store blocks in the daemon: the storage blocks of the sequence `tokens` from number `first_block`
     on, each in the pool blocks of one of `tables`. `windows` has the payloads of layers with a sliding window by block
-    number. `statuses` and `failure` are set when the request has ended.
+    number. `trace` is the caller's traceparent, or "". `statuses` and `failure` are set when the request has ended.
     """
 
     session: KvSession
@@ -46,6 +47,7 @@ class QueuedPut:
     windows: dict[int, Payload] = field(default_factory=dict)
     begin_s: float = 0.0
     end_s: float = 0.0
+    trace: str = ""
     statuses: Sequence[str] = field(default=())
     failure: str = ""
 
@@ -189,8 +191,9 @@ class PutQueue:
         put.begin_s = self._clock()
         try:
             payloads = [self._copies.payload(table) for table in put.tables]
-            put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
-            self._store_windows(put)
+            with traced(put.trace):
+                put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
+                self._store_windows(put)
         except Exception as error:  # a failure to store must not end an answer, nor this thread
             put.failure = f"storing failed: {type(error).__name__}: {error}"
         put.end_s = self._clock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -30,6 +31,8 @@ from kvstore_engine.server.service import Service
 Planner: TypeAlias = Callable[[dict[str, Any], KeyOwner, Service], Awaitable[completions.CompletionPlan]]
 TextCall: TypeAlias = Callable[[dict[str, Any], Service], Awaitable[dict[str, Any]]]
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+_TRACE_CHARACTERS = 55  # of a traceparent
 
 
 def application(service: Service) -> Starlette:
@@ -74,7 +77,9 @@ class _Endpoints:
             if self._service.is_draining.is_set():
                 raise unavailable("the server is shutting down")
             plan = await planner(fields, request.state.caller, self._service)
-            answers = request.state.answers = Answers(self._service, plan.asks, request.receive)
+            trace = request.headers.get("traceparent", "")[:_TRACE_CHARACTERS]
+            asks = [replace(ask, trace=trace) for ask in plan.asks] if trace else plan.asks
+            answers = request.state.answers = Answers(self._service, asks, request.receive)
             if plan.stream:
                 return await stream_response(plan.renderer, answers, include_usage=plan.include_usage)
             return await whole_response(plan.renderer, answers)

@@ -101,7 +101,7 @@ class FrameReader:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request to the engine, as the HTTP process sends it to the scheduler process: the settings of
-    `batching.RequestSettings` and two more. With `one_call` the answer ends with its first tool call. `turn` says who
+    `batching.RequestSettings` and some more. With `one_call` the answer ends with its first tool call. `turn` says who
     speaks after the answer: "unknown", "person", "tool" (a tool if the answer calls one, otherwise a person), or
     "tool_after_thought" (the same, when the prompt has opened a thought).
     """
@@ -119,6 +119,7 @@ class Ask:
     priority: int = 0
     turn: Turn = "unknown"
     one_call: bool = False
+    trace: str = ""
 
     def header(self) -> Header:
         fields: Header = {"op": "add", "id": self.id, "max_tokens": self.max_tokens, "n": self.n}
@@ -126,7 +127,7 @@ class Ask:
         fields |= {"stop": list(self.stop), "ignore_end": self.ignore_end, "logprobs": self.logprobs}
         fields |= {"grammar": asdict(self.grammar) if self.grammar else None}
         fields |= {"tenant": self.tenant, "priority": self.priority}
-        return fields | {"turn": self.turn, "one_call": self.one_call}
+        return fields | {"turn": self.turn, "one_call": self.one_call, "trace": self.trace}
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
@@ -146,6 +147,7 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
         logprobs=header["logprobs"],
         constraint=constraint,
         next_step=None if turn == "unknown" else partial(next_step, tokenizer, turn),
+        trace=header["trace"],
     )
     return Request(header["id"], tokens, settings, tenant=header["tenant"], priority=header["priority"])
 

@@ -39,6 +39,7 @@ class DropTenant:
         """Destroy the key of the tenant `request.name`, and remove its blocks, from quarantine too. Return what was
         removed, and what of it is readable on NVMe. Raises KVStoreError for an unknown tenant, and when the medium
         cannot be written."""
+        self._tenants.named(request.name)  # a user's tenant has a name also where nothing is left of it
         number = self._tenants.number(request.name, self._store.residency)
         digest = bytes.fromhex(self._store.residency.tenants[number].name)
         hung_up = self._handshake.hang_up(lambda session: session.tenant.digest == digest)
@@ -57,7 +58,14 @@ class DropTenant:
                     self._store.nvme.free(slot)
                     reply.quarantined += 1
             await self._empty(number, reply)
-            await self._saver.rewrite()
+            try:
+                await self._saver.rewrite()
+            except OSError as error:
+                raise KVStoreError(
+                    ErrorKind.INTERNAL,
+                    f"the blocks are dropped, but {error.filename} cannot be written, which still says what they were: "
+                    "make room there, and drop again",
+                ) from None
             if self._store.nvme is not None:
                 path = self._store.config.nvme.path
                 reply.slots, reply.readable_slots = await asyncio.to_thread(self._look, path, digest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.clients.codes import terms_of
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.listing import select_all, tokens_of
+from kvstored.store.blocks.listing import column_of, select_all, tokens_of
 
 SLICE_ROWS = 256
 MIN_KEY_DIGITS = 6
@@ -49,7 +50,7 @@ class Keeping:
             tokens = await self._selected(wanted, below=request.below)
             let_go = await self._hold(tenant, terms, tokens)
             try:
-                return await self._set(tokens, terms)
+                return await self._set(tokens, terms, is_chain=bool(request.key_prefix) and not request.below)
             finally:
                 let_go()
 
@@ -64,12 +65,13 @@ class Keeping:
             pins.check_bytes(tenant, terms.pin, of_tenant, of_owner)
         return pins.hold(tenant, terms.pin, of_owner)
 
-    async def _set(self, tokens: Sequence[int], terms: Terms) -> pb.KeepReply:
+    async def _set(self, tokens: Sequence[int], terms: Terms, *, is_chain: bool) -> pb.KeepReply:
         retention, residency, reply = self._store.retention, self._residency, pb.KeepReply()
+        expires_s = retention.expiry(terms.ttl_s or 0)  # one for all, however long this takes
         async for rows in self._slices(tokens):
-            if terms.ttl_s is not None:
-                retention.end_all_at(rows, terms.ttl_s)
-            retention.change(rows, terms._replace(ttl_s=None))
+            if terms.ttl_s is not None and not is_chain:  # with all that continues them
+                retention.end_all_at(rows, expires_s)
+            retention.change(rows[::-1], terms if is_chain else terms._replace(ttl_s=None))
             reply.blocks += len(rows)
             reply.bytes += sum(map(residency.payload_bytes, rows))
         if terms.ttl_s is not None:
@@ -80,26 +82,30 @@ class Keeping:
     async def _slices(self, tokens: Sequence[int]) -> AsyncIterator[list[int]]:
         """Yield the rows of `tokens` that are stored still, some at a time, and let other tasks run after each."""
         for first in range(0, len(tokens), SLICE_ROWS):
-            yield [row for row in map(self._residency.current, tokens[first : first + SLICE_ROWS]) if row >= 0]
+            some = map(int, tokens[first : first + SLICE_ROWS])
+            yield [row for row in map(self._residency.current, some) if row >= 0]
             await asyncio.sleep(0)
 
     async def _selected(self, wanted: pb.BlocksRequest, *, below: bool) -> Sequence[int]:
-        """Return tokens of the selected blocks: with a key, the block, and its ancestors or, with `below`, all blocks
-        that continue it."""
+        """Return tokens of the selected blocks, children before parents: with a key, the block, and its ancestors or,
+        with `below`, all blocks that continue it."""
         residency, digits = self._residency, wanted.key_prefix
         if digits and len(digits) < MIN_KEY_DIGITS:
             raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")
-        tokens: list[int] = []
+        parts, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
         async for rows in select_all(residency, self._blocks.selection(wanted)):
-            tokens += tokens_of(residency, rows).tolist()
+            parts.append(tokens_of(residency, rows))
+            depths.append(column_of(residency, "depth", rows))
         if not digits:
-            return tokens
+            found: Sequence[int] = await asyncio.to_thread(_deepest_first, parts, depths)  # type: ignore[assignment]
+            return found
+        tokens: list[int] = np.concatenate(parts).tolist()
         if len(tokens) != 1:
             why = f"{len(tokens)} keys begin with it: give more digits" if tokens else "no stored block has such a key"
             raise KVStoreError(ErrorKind.NOT_FOUND if not tokens else ErrorKind.INVALID, f"{digits}: {why}")
         row = residency.current(tokens[0])
         if below and row >= 0:
-            return tokens + await self._below(row)
+            return await self._below(row) + tokens
         while row >= 0 and (row := residency.parent(row)) >= 0:
             if residency.tier_mask(row):
                 tokens.append(residency.token(row))
@@ -111,6 +117,7 @@ class Keeping:
         is_stored, generations = np.array(columns.mask) != 0, np.array(columns.generation)
         rows = await asyncio.to_thread(_descendants, np.array(columns.parent), row)
         rows = rows[is_stored[rows]]
+        rows = rows[np.argsort(np.array(columns.depth)[rows])[::-1]]
         tokens: list[int] = []
         for first in range(0, len(rows), SLICE_ROWS):
             for each in rows[first : first + SLICE_ROWS].tolist():
@@ -119,6 +126,10 @@ class Keeping:
                     tokens.append(residency.token(each))
             await asyncio.sleep(0)
         return tokens
+
+
+def _deepest_first(tokens: list[npt.NDArray[Any]], depths: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(tokens)[np.argsort(np.concatenate(depths), kind="stable")[::-1]]
 
 
 def _descendants(parents: npt.NDArray[np.int32], row: int) -> npt.NDArray[np.int64]:

@@ -13,10 +13,12 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.sessions import ClientSession, ClientSessions, ReturningClients
 from kvstored.clients.tenants import Peer
+from kvstored.clock import NS_PER_S
 from kvstored.store.assembly import Store
 
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
+TOLD_A_MINUTE = 20  # refusals that the log has; all are counted
 
 
 class Streams(Protocol):
@@ -50,6 +52,7 @@ class Reception:
         self._former = former
         self._epoch = os.urandom(16)
         self._warned_of_unmapped = False
+        self._told, self._told_minute = 0, 0
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[ClientSession, hs.Welcome, int | None]:
         """Open a session for the process `peer`, whose hello message is `hello`. Return the session, the answering
@@ -61,8 +64,9 @@ class Reception:
             self._store.counters.add("sessions_refused")
             is_news = (peer.has_no_uid or peer.has_no_gid) and not self._warned_of_unmapped
             self._warned_of_unmapped |= is_news
-            level = logging.WARNING if is_news else logging.INFO
-            log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
+            if is_news or self._may_tell():
+                level = logging.WARNING if is_news else logging.INFO
+                log.log(level, "refused pid %d uid %d gid %d: %s", peer.pid, peer.uid, peer.gid, error.message)
             raise
         config, staging, former = self._store.config, session.staging, self._former
         welcome = hs.Welcome(
@@ -107,6 +111,16 @@ class Reception:
         """End the session `session`, whose client has closed its connection."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
+
+    def _may_tell(self) -> bool:
+        """Return whether one more refusal is logged: callers may make any number of them."""
+        minute = self._store.clock.monotonic_ns() // (60 * NS_PER_S)
+        if minute != self._told_minute:
+            if self._told > TOLD_A_MINUTE:
+                log.info("%d more clients were refused before", self._told - TOLD_A_MINUTE)
+            self._told, self._told_minute = 0, minute
+        self._told += 1
+        return self._told <= TOLD_A_MINUTE
 
     def _open(self, peer: Peer, hello: hs.Hello) -> ClientSession:
         if hello.protocol_version != PROTOCOL_VERSION:

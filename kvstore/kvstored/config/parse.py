@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.terms import PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S
+from kvstore_proto.version import pip_install
 from kvstored.config.addresses import address_of
 from kvstored.config.documents import (
     TENANT,
@@ -176,7 +177,7 @@ def _check_encryption(config: Config) -> None:
     )
     need(
         encryption.key_file is None or find_spec("cryptography") is not None,
-        "encryption.key_file needs more packages: pip install '.[encryption]' in the clone",
+        f"encryption.key_file needs more packages: {pip_install('encryption')}",
     )
 
 

@@ -12,6 +12,7 @@ the rate. After an order to delete blocks, a rewrite removes every trace of them
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 REWRITE_S = 20.0  # from one rewrite to the next, while blocks are deleted
 ASKED_S = 0.1
+MOST_FAILED = 3  # turns that were to rewrite and could not, before who waits for it is told
 REST = 50  # times as long as collecting took, at least, until the next: 2 % of a core at most
 _READ = ("about", "names", "endurance", "scrub", "quarantine", "learned", "removed")
 COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
@@ -80,6 +82,7 @@ class StateSaver:
         self._opened_ns = store.clock.monotonic_ns()
         self._learned_from_ns = self._rewritten_ns = 0
         self._rewritten = residency.deletions
+        self._failed_rewrites = 0  # in a row
         self.pause_s = INTERVAL_S  # until the next turn
         self.written_bytes = 0  # in the last one
         self._yields = True  # to what is urgent; a turn that did so is repeated and does not
@@ -165,6 +168,7 @@ class StateSaver:
     async def run(self) -> None:
         """Read the state, then save it from time to time, until the task is cancelled."""
         while not self.is_read and not await self.restore():
+            self._failed_rewrites += 1
             await asyncio.sleep(RETRY_S)
         noting = asyncio.create_task(self._save_removed())
         try:
@@ -201,9 +205,13 @@ class StateSaver:
         return is_due and self._store.residency.deletions != self._rewritten
 
     async def rewrite(self) -> None:
-        """Have the state written anew soon, and wait for it: no trace of what was deleted before this call is left."""
+        """Have the state written anew soon, and wait for it: no trace of what was deleted before this call is left.
+        Raises OSError when it cannot be written."""
         deletions, self._rewritten_ns = self._store.residency.deletions, -round(REWRITE_S * NS_PER_S)
+        self._failed_rewrites = 0
         while self._rewritten < deletions:
+            if self._failed_rewrites >= MOST_FAILED:
+                raise OSError(errno.EIO, "it cannot be written", str(self.process.path))
             await asyncio.sleep(ASKED_S)
 
     async def save(self, *, is_last: bool = False) -> None:
@@ -217,6 +225,7 @@ class StateSaver:
         # A rewrite copies the saved terms: nothing deleted may be among them.
         are_terms_saved = not (is_due or is_last) or await self.terms.save()
         rewrite = is_due and are_terms_saved
+        self._failed_rewrites += is_due  # until it has succeeded
         try:
             await self.process.open()  # which says what is in it
             yields = self._yields and not is_last
@@ -226,6 +235,7 @@ class StateSaver:
                     await change.put("about", [(ENDED, IN_ORDER)])
         except Interrupted:
             self._yields, self.pause_s = False, 0.0
+            self._failed_rewrites -= is_due
             return
         except OSError as error:
             self._unsaved.failed(self.process.path, error, COST)
@@ -237,7 +247,7 @@ class StateSaver:
         for note in done:
             note()
         if rewrite:
-            self._rewritten, self._rewritten_ns = deletions, began_ns
+            self._rewritten, self._rewritten_ns, self._failed_rewrites = deletions, began_ns, 0
             self._removed.rewritten(deletions)
         self.pause_s = max(INTERVAL_S, REST * self._runner.busy_s, self.written_bytes / self._rate_bytes)
 

@@ -118,7 +118,7 @@ class Retention:
             self._set(rows, terms)
         if terms.ttl_s is None and "expires_s" in self._columns:
             self._renew_above(rows)
-        residency, later, expires_s = self._residency, self.later, self._expiry(terms.ttl_s or 0)
+        residency, later, expires_s = self._residency, self.later, self.expiry(terms.ttl_s or 0)
         mask, only = residency.rows.mask, ONLY[residency.mapped]
         may_differ = expires_s or "expires_s" in self._columns
         for row in rows if later.is_followed else ():
@@ -137,7 +137,7 @@ class Retention:
         later expiry, a higher priority, one more pin."""
         if terms == NO_TERMS:
             return
-        residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)
+        residency, expires_s = self._residency, self.expiry(terms.ttl_s or 0)
         longer, as_long, ranks = list[int](), list[int](), terms.priority is not None
         for row in rows:
             before_s = residency.expires_s(row)
@@ -162,7 +162,7 @@ class Retention:
     def _set(self, rows: Sequence[int], terms: Terms) -> None:
         now_ns = self._clock.monotonic_ns()
         if terms.ttl_s is not None:
-            self._set_expiry(rows, self._expiry(terms.ttl_s))
+            self._set_expiry(rows, self.expiry(terms.ttl_s))
             if "expires_s" in self._columns:
                 self._hide_expired()
         if terms.priority is not None:
@@ -227,14 +227,14 @@ class Retention:
                 self.later.note(row, ALL)
             row = residency.parent(row)
 
-    def end_all_at(self, rows: Sequence[int], ttl_s: int) -> None:
-        """Let the blocks `rows`, in any order, expire `ttl_s` seconds from now, or never for 0. Call `settle_chains`
-        next: they may be needed for longer."""
-        expires_s = self._expiry(ttl_s)
+    def end_all_at(self, rows: Sequence[int], expires_s: int) -> None:
+        """Let the blocks `rows`, children before parents, expire at `expires_s` (`expiry`), and the blocks before them
+        no sooner. Call `settle_chains` when all are done: some may be needed for longer."""
         for row in rows:
             self._residency.rows.optional.set("expires_s", row, expires_s)
             if self.later.is_followed:
                 self.later.note(row, ALL)
+            self._renew(self._residency.parent(row), expires_s or _NEVER)
         if "expires_s" in self._columns:
             self._hide_expired()
 
@@ -295,7 +295,7 @@ class Retention:
         if "expires_s" in self._columns:
             self._hide_expired()
 
-    def _expiry(self, ttl_s: int) -> int:
+    def expiry(self, ttl_s: int) -> int:
         """Return the second of the monotonic clock at which a block expires that lives for `ttl_s` seconds from now on,
         rounded down; 0 for a `ttl_s` of 0."""
         return self._clock.monotonic_ns() // NS_PER_S + ttl_s if ttl_s else 0

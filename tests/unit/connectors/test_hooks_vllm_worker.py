@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,15 +12,19 @@ import numpy as np
 import pytest
 
 from kvstore_client.device import LinkBudget
+from kvstore_client.trace import TRACE
 from kvstore_connectors.vllm.identity import Extras, derived_keys
+from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
+from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import VllmWorkerSide, open_worker
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens
-from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
+from kvstore_proto.trace import TraceContext
+from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, Step, plain_groups, request
 
 TOKENS = list(range(20))
 PATIENCE_S = 20.0
@@ -92,6 +97,51 @@ def test_what_one_engine_saved_another_loads_elsewhere() -> None:
     assert reader.side.take_failed() == set()
     assert [reader.block(block) for block in (9, 8, 7)] == [writer.block(block) for block in (3, 4, 5)]
     assert (reader.side.counts.loaded_blocks, reader.side.counts.failed_blocks) == (3, 0)
+
+
+class TracedStore(KeyedStore):
+    """A store that notes the span of each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[str, bytes]] = []
+
+    def lookup(self, *args: Any, **named: Any) -> Any:
+        self.spans.append(("lookup", TRACE.get()))
+        return super().lookup(*args, **named)
+
+    def get(self, *args: Any, **named: Any) -> Any:
+        self.spans.append(("get", TRACE.get()))
+        return super().get(*args, **named)
+
+    def put(self, *args: Any, **named: Any) -> Any:
+        self.spans.append(("put", TRACE.get()))
+        return super().put(*args, **named)
+
+
+def test_what_is_asked_for_a_request_is_below_its_span() -> None:
+    """vLLM hands on its caller's headers; scheduler and workers are processes of their own."""
+    header = f"00-{1:032x}-{2:016x}-01"
+    store, names, table = TracedStore(), [], [3, 4, 5, 6, 7]
+    side = SchedulerSide(
+        [store], lambda asked: describe_extras(asked, hashed_items=True), groups=plain_groups(), loads=True,
+        saves=True, lookup_deadline_s=0.05, rules=LoadRules(None, block_bytes=8),
+    )  # fmt: skip
+    for trace in ({"trace_headers": {"traceparent": header}}, {"trace_headers": None}, {}):
+        asked, engine = request("r", TOKENS, **trace), Engine(store)
+        matched, _ = side.matched_tokens(asked, 0)
+        side.admitted(asked, matched, [table])
+        orders = pickle.loads(
+            pickle.dumps(side.orders(Step(new={"r": (matched, 20 - matched)}, tables={"r": table}).output()))
+        )
+        engine.load(*orders.loads)
+        engine.save(*orders.saves)
+        side.finished(asked)
+        span = TraceContext(1, 2, True).packed() if trace.get("trace_headers") else b""
+        assert {each for _, each in store.spans} == {span}
+        names += [name for name, _ in store.spans]
+        store.spans.clear()
+    assert {"lookup", "get", "put"} <= set(names)
 
 
 def test_a_load_in_the_middle_of_a_prefix() -> None:

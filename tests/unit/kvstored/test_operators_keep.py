@@ -90,6 +90,34 @@ def test_what_comes_meanwhile_does_not_exceed_the_bound(
     scenario(tmp_path)
 
 
+@pytest.mark.parametrize("ttl_s", [1, 600])
+@pytest.mark.parametrize("chosen", ["all", "chain"])
+def test_no_parent_expires_before_its_child_however_long_an_order_takes(
+    chosen: str, ttl_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were to live for 300 s get less, or more; some seconds pass at each slice."""
+    monkeypatch.setattr(keep, "SLICE_ROWS", 3)
+
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        keys = await put(driven, 1, 12, ttl_s=300)
+        residency, retention, tenant = driven.small.residency, driven.small.store.retention, driven.client.tenant_id
+        which = {"all": True} if chosen == "all" else {"key_prefix": keys[5].hex()}
+        request = pb.KeepRequest(tenant="tenant", terms=kv.Terms(ttl_s=ttl_s), **which)
+        task = asyncio.create_task(keeping(driven).keep(request))
+        while not task.done():
+            await asyncio.sleep(0)
+            ends = [residency.expires_s(row) for row in residency.find_run(tenant, b"".join(keys))]
+            assert ends == sorted(ends, reverse=True), ends
+            driven.small.clock.advance(s=0.7)
+            while retention.tick():
+                pass
+        assert driven.small.store.counters["orphaned_blocks"] == 0
+        assert len(retention.find_run(tenant, b"".join(keys))) == (12 if ttl_s > 1 or chosen == "chain" else 0)
+
+    scenario(tmp_path)
+
+
 def test_a_row_that_another_tenant_has_taken_meanwhile_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,22 @@ def test_a_fingerprint_under_another_digest_is_left_out(tmp_path: Path) -> None:
     ((_, text),) = before.named_entries(Shelf("host").residency)
     after.know([(b"fingerprint:" + bytes(32), text)])
     assert after.fingerprints() == {}
+
+
+def test_made_up_fingerprints_hide_no_version_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bump finds the blocks of older versions by their fingerprints."""
+    monkeypatch.setattr(names, "MAX_NAMED_FINGERPRINTS", 3)
+    tenants = opened(tmp_path)
+    for number in range(10):
+        tenants.remember(model(number))
+    versions = [replace(model(1), weights="policy", weights_version=number) for number in range(1, 5)]
+    for each in versions:
+        tenants.remember(each)
+    kept = tenants.fingerprints()
+    assert len(kept) == 6 and all(each.digest() in kept for each in versions[:3])
+    tenants.forget_fingerprints([versions[0].digest()])
+    tenants.remember(versions[3])
+    assert versions[3].digest() in tenants.fingerprints()
 
 
 @pytest.mark.slow

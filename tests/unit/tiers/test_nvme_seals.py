@@ -4,6 +4,7 @@ damage; it moves and comes back as any other.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -18,14 +19,14 @@ pytest.importorskip("cryptography", reason="needs the extra encryption")
 
 from kvstore_proto.arena import HEADER_BYTES, SEALED, TOKENS_OFFSET, BlockHeader, Coded, read_header, slot_bytes
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import Coding, OutcomeKind, Slot
+from kvstore_tiers.base import ERRORS_IN_A_ROW, Coding, Outcome, OutcomeKind, Slot, TierState
 from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.nvme.data_keys import NoDataKeys
 from kvstore_tiers.nvme.seals import DataKey
 from kvstore_tiers.segments import AlignedBuffer, buffer_at, checksum_at, put_bytes
 from kvstore_tiers.testing import block, finish
-from kvstore_tiers.testing.transfers import get, put
+from kvstore_tiers.testing.transfers import get, put, segment_of
 from kvstored.clients.tenants.data_keys import DataKeyFile
 
 PAYLOAD_BYTES = 20_000
@@ -122,6 +123,25 @@ def reseal(image: bytearray) -> None:
     page = AlignedBuffer(HEADER_BYTES)
     put_bytes(page.address, bytes(image[:HEADER_BYTES]))
     image[152:160] = checksum_at(page.address, HEADER_BYTES).to_bytes(8, "little")
+
+
+def test_a_key_that_cannot_be_saved_is_no_failure_of_the_medium(node: Node) -> None:
+    """The keys may be on another file system than the blocks: EBUSY says that the medium is not to be judged."""
+    header, payload = block(2, PAYLOAD_BYTES)
+    slot = node.tier.allocate(slot_bytes(PAYLOAD_BYTES))
+    assert slot is not None
+
+    def write() -> Outcome:
+        return finish(lambda done: node.tier.write(slot, header, [segment_of(payload)], done))
+
+    failpoints.arm("file.keys=error:ENOSPC;keys.written=error:EROFS@1")
+    try:
+        outcomes = [write() for _ in range(2 * ERRORS_IN_A_ROW)]
+    finally:
+        failpoints.disarm()
+    assert {(each.kind, each.errno) for each in outcomes} == {(OutcomeKind.FAILED, errno.EBUSY)}
+    assert "key cannot be saved" in outcomes[0].message
+    assert node.tier.statistics().state is TierState.OK and write().ok
 
 
 def test_an_image_of_another_tenant_slot_or_time_is_refused(node: Node) -> None:

@@ -34,6 +34,7 @@ from kvstore_tiers.nvme.commit import Journal
 from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.layout import key_number
+from kvstore_tiers.nvme.seals import DataKey
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -203,11 +204,16 @@ class SlotTransfers:
     def store(self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment]) -> Outcome:
         slab, index, slot = place
         try:
+            key = self._keys.of_tenant(header.tenant) if self._keys is not None else None
+        except OSError as error:  # where keys are kept, no block is: EBUSY says that the medium is not to be judged
+            message = f"the tenant's new key cannot be saved: {error.strerror}"
+            return Outcome(OutcomeKind.FAILED, message=message, errno=errno.EBUSY)
+        try:
             with self._counters.watch():
                 self._ready(slab, index)
                 nbytes = header.stored_bytes
                 stored = header.stamped(slot.generation, header.checksum or checksum_of(segments, nbytes))
-                written = self._write(place, stored, segments)
+                written = self._write(place, stored, segments, key)
         except OSError as error:
             self._health.watch_write(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
             raise
@@ -303,10 +309,11 @@ class SlotTransfers:
         slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
-    def _write(self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment]) -> BlockHeader:
-        """Write a whole image, encrypted if its tenant has a key. Return the header that is on the medium."""
+    def _write(
+        self, place: SlotPlace, header: BlockHeader, segments: Sequence[Segment], key: DataKey | None
+    ) -> BlockHeader:
+        """Write a whole image, encrypted if its tenant has the `key`. Return the header that is on the medium."""
         fd, offset, nbytes = place.slab.file.slot_fd, place.slot.offset, header.stored_bytes
-        key = self._keys.of_tenant(header.tenant) if self._keys is not None else None
         if key is None:
             self._io.write_image(fd, offset, header.pack(), self._io.stable(segments, nbytes), nbytes)
             return header

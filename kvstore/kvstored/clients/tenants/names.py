@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
 
-MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
-MAX_NAMED_BYTES = 4 << 20  # of all of them, in canonical form
+MAX_NAMED_FINGERPRINTS = 4096  # of each kind; a client that makes up more of them still stores and finds its blocks
+MAX_NAMED_BYTES = 4 << 20  # of all of a kind, in canonical form
 _TENANT, _FINGERPRINT = b"tenant:", b"fingerprint:"
 Entry = tuple[bytes, bytes]
 
@@ -24,27 +24,35 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """A bounded collection of model fingerprints by digest, from which listings take the names that people see."""
+    """A bounded collection of model fingerprints by digest, from which listings take the names that people see. Those
+    that name a version of weights, by which older blocks are found, have room of their own."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[bytes, Fingerprint] = {}
         self._entries: list[Entry] = []  # of the same, canonical
-        self._nbytes = 0
+        self._held = {False: [0, 0], True: [0, 0]}  # number and bytes, without and with a version of weights
 
     def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:
         """Keep `fingerprint` under `digest`, unless the collection is full."""
-        if digest in self.fingerprints or len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
+        held = self._held[bool(fingerprint.weights)]
+        if digest in self.fingerprints or held[0] >= MAX_NAMED_FINGERPRINTS:
             return
         text = fingerprint.canonical()
-        if self._nbytes + len(text) <= MAX_NAMED_BYTES:
+        if held[1] + len(text) <= MAX_NAMED_BYTES:
             self.fingerprints[digest] = fingerprint
             self._entries.append((_FINGERPRINT + digest, text))
-            self._nbytes += len(text)
+            held[0] += 1
+            held[1] += len(text)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Drop the fingerprints with these `digests`, which no client will name again."""
-        gone = {_FINGERPRINT + digest for digest in digests if self.fingerprints.pop(digest, None) is not None}
-        self._nbytes -= sum(len(text) for name, text in self._entries if name in gone)
+        gone = set()
+        for digest in digests:
+            if (fingerprint := self.fingerprints.pop(digest, None)) is not None:
+                gone.add(_FINGERPRINT + digest)
+                held = self._held[bool(fingerprint.weights)]
+                held[0] -= 1
+                held[1] -= len(fingerprint.canonical())
         self._entries = [entry for entry in self._entries if entry[0] not in gone]
 
     def entries(self, tenants: Iterable[str]) -> list[Entry]:

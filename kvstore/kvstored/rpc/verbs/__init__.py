@@ -28,7 +28,6 @@ from kvstored.rpc.verbs.validate import check_keys, check_parent, known_group
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.discovery import Question
 from kvstored.store.operations.lookup import DUE_MAX_MS, Presence
 from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
@@ -209,7 +208,7 @@ class Verbs:
             raise KVStoreError(
                 ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
             )
-        if self._questions(session, request):
+        if self._asks(session, request):
             return None
         return self._presences(session, request)
 
@@ -217,20 +216,21 @@ class Verbs:
         self, session: ClientSession, whole: pb.Request
     ) -> AsyncGenerator[pb.Response, None]:
         request = whole.lookup
-        await self._look_up.wait(self._questions(session, request), request.max_wait_ms)
+        questions = (self._look_up.asked(session, each.keys) for each in request.sets)
+        await self._look_up.wait([each for each in questions if each is not None], request.max_wait_ms)
         yield pb.Response(lookup=self._presences(session, request))
 
-    def _questions(self, session: ClientSession, request: pb.Lookup) -> list[Question]:
-        """Ask shared stores for the unknown blocks of a lookup; return the questions that are worth its wait."""
+    def _asks(self, session: ClientSession, request: pb.Lookup) -> bool:
+        """Ask shared stores for the unknown blocks of a lookup; return whether an answer is worth its wait."""
         if not request.max_wait_ms or not self._look_up.can_ask:
-            return []
-        asked = (
+            return False
+        asked = [
             self._look_up.ask(
                 session, self._keys_of(session, each), each.group, each.parent or NO_PARENT, request.max_wait_ms
             )
             for each in request.sets
-        )
-        return [question for question in asked if question is not None]
+        ]
+        return any(question is not None for question in asked)
 
     def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
         reply = pb.LookupReply()

@@ -41,6 +41,7 @@ class Question:
         self.deletions = deletions  # before it was asked
         self.entered = asyncio.Event()
         self.is_late = False  # some tier had not answered by then
+        self.pays = False  # to be waited for
         self.found: set[int] = set()  # positions in `missing`
         self.found_bytes = 0
 
@@ -102,7 +103,16 @@ class Discovery:
             end = known + min(blocks, MOST_ASKED)
             question = self._begin(client, chain[known + 1 : end + 1], chain[known:end], group, positions)
         is_quick = limit_ms >= times.expected_s * 1000 and not self._is_behind(positions[0])
-        return question if verdict is RemoteVerdict.WAIT and is_quick else None
+        if question is None or verdict is not RemoteVerdict.WAIT or not is_quick:
+            return None
+        question.pays = True
+        return question
+
+    def under_way(self, client: Client, first: bytes) -> Question | None:
+        """Return the question about the block `first` and those after it that has no answer yet and that `ask` has
+        returned; None if there is none."""
+        question = self._asked.get((client.tenant_id, first))
+        return question if question is not None and question.pays else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
         """Wait until `question` is answered, for `limit_ms` milliseconds at most. Blocks that were found in time are

@@ -72,6 +72,11 @@ class LookUp:
         known = len(self._retention.find_run(client.tenant_id, keys))
         return self._discovery.ask(client, keys, known, group, wait_ms, parent)
 
+    def asked(self, client: Client, keys: bytes) -> Question | None:
+        """Return the question that `ask` has returned for the blocks `keys`, if it has no answer yet."""
+        known = len(self._retention.find_run(client.tenant_id, keys)) * KEY_BYTES
+        return self._discovery.under_way(client, keys[known : known + KEY_BYTES])
+
     async def wait(self, questions: Iterable[Question], wait_ms: int) -> None:
         """Wait at most `wait_ms` in all for the answers to `questions`."""
         until_ns = self._clock.monotonic_ns() + wait_ms * NS_PER_MS

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from heapq import heapify, heappop
 
 import numpy as np
 import numpy.typing as npt
@@ -148,21 +149,18 @@ class EvictionPolicy(ABC):
         charged = share.charged_with or (tenant,)
         return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
 
-    def first_to_lose(self) -> list[int]:
-        """Return the tenants that give up blocks before others, in their order: those over their maximum, then by the
-        bytes above their minimum for each unit of weight, the most first. While no tenant has a weight, only tenants
-        over their maximum are returned."""
-        weighs = any(share.weight for share in self.shares.values())
-
-        def claim(tenant: int) -> tuple[bool, float]:
+    def first_to_lose(self) -> Iterator[int]:
+        """Yield the tenants with blocks here that give up blocks before others, in their order: those over their
+        maximum, then by the bytes above their minimum for each unit of weight, the most first. While no tenant has a
+        weight, only tenants over their maximum are yielded."""
+        weighs, claims = any(share.weight for share in self.shares.values()), []
+        for tenant in range(len(self.residency.tenants)) if weighs else self.shares:
             share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
-            return self.is_over_maximum(tenant, share), (held_bytes - share.min_bytes) / (share.weight or 1)
-
-        tenants = range(len(self.residency.tenants)) if weighs else self.shares
-        claims = {tenant: claim(tenant) for tenant in tenants}
-        return sorted(
-            (tenant for tenant in tenants if weighs or claims[tenant][0]), key=claims.__getitem__, reverse=True
-        )
+            if held_bytes and ((is_over := self.is_over_maximum(tenant, share)) or weighs):
+                claims.append((not is_over, (share.min_bytes - held_bytes) / (share.weight or 1), tenant))
+        heapify(claims)  # mostly the first gives one up: no more is put in order than is looked at
+        while claims:
+            yield heappop(claims)[2]
 
     # Events
 
