@@ -20,6 +20,7 @@ from kvstore_tiers.nvme.layout import key_number
 from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.state.orders import OBJECTS
 from kvstored.state.saver import StateSaver
 from kvstored.store.assembly import Store
 
@@ -57,6 +58,7 @@ class DropTenant:
                     self._store.nvme.free(slot)
                     reply.quarantined += 1
             await self._empty(number, reply)
+            await self._saver.orders.forget(OBJECTS, f"{digest.hex()}\0".encode())
             await self._saver.rewrite()
             if self._store.nvme is not None:
                 path = self._store.config.nvme.path
