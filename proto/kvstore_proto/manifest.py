@@ -50,7 +50,8 @@ def class_bytes(nbytes: int, most: int = DEFAULT_PART_BYTES) -> int:
 
 def part_digest(payload: npt.NDArray[np.uint8] | bytes) -> bytes:
     """Return the digest of a part, 32 bytes: xxh3_128 of its bytes, their number, and a tag."""
-    return xxhash.xxh3_128_digest(memoryview(payload)) + len(payload).to_bytes(8, "little") + _PART_TAG
+    raw = payload.data if isinstance(payload, np.ndarray) else payload
+    return xxhash.xxh3_128_digest(raw) + len(payload).to_bytes(8, "little") + _PART_TAG
 
 
 def part_tokens(digest: bytes) -> npt.NDArray[np.int32]:
