@@ -161,6 +161,7 @@ def _repair(store: ObjectStore, record: Record, version: Version, figures: Figur
             store.remove(f"{name}@{number}")
             del record.there[version]
         return
+    store.verify(name)  # which finds what is damaged; until it is read, a damaged part is thought to be there
     again = store.put(name, BytesSource(content(record.there[version])), part_bytes=PART)
     if again.version.version != number or store.verify(name):
         figures.fail("durable_lost", f"{version} was put again, and is not whole")
