@@ -31,7 +31,7 @@ SETTINGS = (
 PART = PART_CLASSES[0]
 NAMES = 8
 MOST_PARTS = 60
-DAMAGES = 40  # in a round
+DAMAGES = 80  # in a round
 PATIENCE_S = 30.0
 KILL_WITHIN_S = 0.6
 Version = tuple[str, int]
@@ -155,13 +155,24 @@ def _judge(daemon: MortalDaemon, record: Record, damaged: set[bytes], figures: F
 
 
 def _repair(store: ObjectStore, record: Record, version: Version, figures: Figures) -> None:
+    """Put what was damaged again, once it is found: until a damaged part is read, it is thought to be there."""
     name, number = version
-    if any(other[0] == name and other[1] > number for other in record.there):
-        if store.verify(f"{name}@{number}"):
-            store.remove(f"{name}@{number}")
-            del record.there[version]
+    if not (before := _wrong(store, f"{name}@{number}")):
         return
-    store.verify(name)  # which finds what is damaged; until it is read, a damaged part is thought to be there
-    again = store.put(name, BytesSource(content(record.there[version])), part_bytes=PART)
-    if again.version.version != number or store.verify(name):
-        figures.fail("durable_lost", f"{version} was put again, and is not whole")
+    if any(other[0] == name and other[1] > number for other in record.there):
+        store.remove(f"{name}@{number}")
+        del record.there[version]
+        return
+    for _ in range(2):  # with its manifest back, the damage of its parts is found
+        again = store.put(name, BytesSource(content(record.there[version])), part_bytes=PART)
+        after = _wrong(store, name) if again.version.version == number else f"{again.version.version} was made"
+        if not after:
+            return
+    figures.fail("durable_lost", f"{version} was put again, and is not whole: {before}, then {after}")
+
+
+def _wrong(store: ObjectStore, name: str) -> str:
+    try:
+        return ", ".join(f"part {part}: {why}" for part, why in store.verify(name).items())
+    except KVStoreError as error:  # its manifest
+        return error.message
