@@ -60,6 +60,10 @@ HARNESSES = (
         0.30, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
     ),
     Harness(
+        "objects", "object_damage", "objects cut short by kill -9, and damaged parts on NVMe",
+        0.10, "kills", ("kills", "corruptions", "durable_lost", "served_wrong", "over_capacity_bytes"),
+    ),
+    Harness(
         "power-loss", "power_loss", "every write recorded, the log cut and reordered between syncs",
         0.14, "power_loss_states", ("power_loss_states", "power_loss_wrong", "power_loss_lost"),
     ),

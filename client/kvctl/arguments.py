@@ -10,6 +10,7 @@ from kvctl.act import ACTIONS, OF_RECORDINGS
 from kvctl.blocks import TIERS, add_block_options, check_block_arguments, positive_count
 from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvctl.keep import KEEP_EXAMPLES, add_keep_options, check_keep
+from kvctl.objects import OBJECTS_EXAMPLES, add_objects_options, check_objects
 from kvctl.output import MEANINGS
 from kvctl.state import EXAMPLES as STATE_EXAMPLES
 from kvctl.state import add_state_options, check_state
@@ -100,6 +101,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
     "state": STATE_EXAMPLES,
     **KEEP_EXAMPLES,
     **WARM_EXAMPLES,
+    **OBJECTS_EXAMPLES,
     "events": (
         "whether KV events are published for routers, and the events as they happen",
         [
@@ -200,6 +202,7 @@ def build_parser() -> Parser:
     add_state_options(made["state"])
     add_keep_options(made)
     add_warm_options(made["warm"])
+    add_objects_options(made["objects"])
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
@@ -381,5 +384,5 @@ def _epilog() -> str:
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
     "report": _check_report, "state": check_state, "tenants": _check_tenants,
-    **dict.fromkeys(KEEP_EXAMPLES, check_keep), "warm": check_warm,
+    **dict.fromkeys(KEEP_EXAMPLES, check_keep), "warm": check_warm, "objects": check_objects,
 }  # fmt: skip

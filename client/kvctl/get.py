@@ -21,7 +21,7 @@ from kvctl.connection import in_words, not_there, open_session
 from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
-from kvstore_client.objects import get_head
+from kvstore_client.objects.named import get_head
 from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
@@ -44,7 +44,7 @@ def get(directory: Path, arguments: argparse.Namespace) -> Output:
     with (
         Progress("kvctl get") as progress,
         open_session(directory, target.fingerprint, arguments.timeout) as session,
-        _whole_file(arguments.file) as file,
+        whole_file(arguments.file) as file,
     ):
         reading = _Reading(session, arguments.timeout, file, progress)
         if target.name is not None:
@@ -149,7 +149,7 @@ def _output(label: str, reading: _Reading) -> Output:
 
 
 @contextlib.contextmanager
-def _whole_file(path: str) -> Iterator[IO[bytes]]:
+def whole_file(path: str) -> Iterator[IO[bytes]]:
     """Yield a file to write into that takes the place of `path` only when the block ends without an exception."""
     target = Path(path)
     if path == "-":

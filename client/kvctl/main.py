@@ -23,6 +23,7 @@ from kvctl.explain import explain
 from kvctl.get import get, prefetch
 from kvctl.keep import keep, versions
 from kvctl.live import report
+from kvctl.objects import objects
 from kvctl.output import CommandError, Output
 from kvctl.put import delete, put
 from kvctl.show import config, tenants
@@ -67,6 +68,7 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "ttl": keep,
     "warm": warm,
     "state": state,
+    "objects": objects,
 }
 
 

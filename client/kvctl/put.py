@@ -22,7 +22,7 @@ from kvctl.connection import not_there, open_session
 from kvctl.output import FAILED, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
-from kvstore_client.objects import get_head, payloads_of
+from kvstore_client.objects.named import get_head, payloads_of
 from kvstore_client.payload import Payload
 from kvstore_client.receipt import DURABLE
 from kvstore_client.session import Session

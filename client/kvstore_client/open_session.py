@@ -11,6 +11,7 @@ from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
 from kvstore_client.prefix import KeyedPrefix, prefix_of
 from kvstore_client.results import ClientCounters, Statistics
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -51,6 +52,17 @@ class OpenSession:
         session reconnects by itself) or "closed".
         """
         return self._connection.state
+
+    @property
+    def most_payload_bytes(self) -> int:
+        """The largest payload of a block that this session can put: what the daemon allows, and what fits the staging
+        memory. 0 while the session is degraded or if it only reads.
+        """
+        daemon = self._connection.current()
+        if daemon is None or daemon.staging is None:
+            return 0
+        room = len(daemon.staging.memory) - HEADER_BYTES
+        return min(room, daemon.max_block_bytes) if daemon.max_block_bytes else room
 
     @property
     def device(self) -> DeviceMemory:

@@ -193,6 +193,14 @@ def bump_weights(daemon: DaemonSession, weights: str, version: int, deadline_s: 
     return 0 if isinstance(answer, str) else answer.bump_weights.version
 
 
+def catalogue(daemon: DaemonSession, request: wire.Catalogue, deadline_s: float) -> wire.CatalogueReply | str:
+    """Send `request` about the catalogue of the tenant's objects, and return the answer, or the reason why there is
+    none within `deadline_s` seconds. Raises KVStoreError for a request that the daemon refuses.
+    """
+    answer = daemon.call(wire.Request(catalogue=request), deadline_s)
+    return answer if isinstance(answer, str) else answer.catalogue
+
+
 def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
     """Delete the blocks of `prefix` from every tier, the last one first, within `deadline_s` seconds, and return the
     counts. If the daemon does not answer a request, the deletion ends there.

@@ -34,6 +34,7 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
+from kvstored.clients.objects import ObjectCatalogue
 from kvstored.clients.own_sockets import OwnSockets
 from kvstored.clients.pressure import Pressure
 from kvstored.clients.reception import Reception
@@ -248,7 +249,8 @@ def make_services(
     views = Views(parts, phase, maintenance, integrity)
     misses = RecentMisses(limits.misses_per_tenant, clock)
     explain = Explain(views, misses)
-    verbs = Verbs(store, operations, misses, explain.own, weights.bump)
+    catalogue = ObjectCatalogue(storage.saver.orders, clock)
+    verbs = Verbs(store, operations, misses, explain.own, weights.bump, catalogue.answer)
     if config.daemon.record is not None:
         said = (partial(tokens_of, store, tenants.encrypts),) if config.daemon.record_tokens else ()
         hides_keys = tenants.data_keys is not None

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvctl.output import FAILED, MISS
-from kvstore_client.objects import get_head
-from kvstore_client.objects import payloads_of as without_copy
+from kvstore_client.objects.named import get_head
+from kvstore_client.objects.named import payloads_of as without_copy
 from kvstore_proto.objects import OBJECTS, ChecksumKind, content_of, head_of, object_tokens, payloads_of
 from kvstore_proto.v1 import unary_pb2 as pb
 from tests.reference.kvctl import Kvctl

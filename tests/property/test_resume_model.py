@@ -84,7 +84,7 @@ class Cases:
         self._slots, self._numbers = count(), count(1)
         nobody: Any = None
         misses = RecentMisses(4, small.clock)
-        self._verb = Verbs(small.store, driven.operations, misses, nobody, nobody).quick["lookup"]
+        self._verb = Verbs(small.store, driven.operations, misses, nobody, nobody, nobody).quick["lookup"]
         self.max_keys = MAX_KEYS  # of a daemon session
         self.ends: set[tuple[str, str]] = set()  # kinds of groups that ended one, and why
 

@@ -220,6 +220,14 @@ def _weights_digest(model: PreTrainedModel) -> str:
     return digest
 
 
+def note_weights(model: PreTrainedModel, digest: str) -> None:
+    """Take `digest` for the digest of the weights of `model`, which are as the caller knows them, until they change."""
+    watch(model, by_content=True)
+    tensors = [tensor for _, tensor in [*model.named_parameters(), *model.named_buffers()]]
+    marks = list(map(_mark, tensors))
+    _hashed[model] = _Hashed(tensors, marks, _adapter_state(model, model), _samples_of(tensors), digest)
+
+
 def _same(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
     """Return whether these are the very tensors that were hashed: a parameter may have been replaced by another."""
     return len(known) == len(tensors) and all(map(operator.is_, known, tensors))

@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
   kvengine info smollm2-135m-instruct
   kvengine generate --model smollm2-135m-instruct --chat --prompt "Why is the sky blue?"
   kvengine serve --model smollm2-135m-instruct:q8_0 --kvstore /run/kvstored
+  kvengine serve --weights kvstore:llama --kvstore /run/kvstored
 
 `kvengine COMMAND --help` says more about a command.
 """
@@ -32,6 +33,8 @@ _MODELS = """models:
   gemma-3-270m (238 MB; its terms are shown and asked for first).
   Append :q8_0, :q4_0 or :f16 to run it in that quantisation (converted once, kept in the cache):
   smollm2-135m-instruct:q4_0, ./model.gguf:q8_0
+  kvstore:NAME is an object that `kvctl objects put --weights FILE.gguf NAME` stored: its weights are mapped from the
+  daemon of --kvstore, or of $KVSTORED_SOCKET_DIR, and shared by all processes; kvstore:NAME@2 is its second version
 """
 _LOADS = """loads (--load, one or several):
   decode      prompts of 16 tokens: decoding alone
@@ -96,7 +99,9 @@ def _add_quality(commands: Commands) -> None:
 {_MODELS}
 {_EXIT_CODES}""",
     )
-    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
+    command.add_argument(
+        "--model", "--weights", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)"
+    )
     command.add_argument("--codec", required=True, metavar="NAME", help="a codec of kvstored, such as int8")
     command.add_argument(
         "--text", action="append", type=Path, default=[], metavar="FILE",
@@ -156,7 +161,9 @@ def _add_generate(commands: Commands) -> None:
 {_MODELS}
 {_EXIT_CODES}""",
     )
-    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
+    command.add_argument(
+        "--model", "--weights", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)"
+    )
     prompt = command.add_argument_group("prompt")
     text = prompt.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -324,7 +331,9 @@ def _add_bench(commands: Commands) -> None:
         epilog=f"{_BENCH_EXAMPLES}\n{_LOADS}\n{_AGAINST}\n{_MODELS}\n{_EXIT_CODES}",
     )
     what = command.add_argument_group("what is measured")
-    what.add_argument("--model", metavar="MODEL", help="run it in this process; with --url: the name to ask for")
+    what.add_argument(
+        "--model", "--weights", metavar="MODEL", help="run it in this process; with --url: the name to ask for"
+    )
     what.add_argument("--url", metavar="URL", help="measure the OpenAI-style server there instead")
     what.add_argument("--api-key", metavar="KEY", help="for --url")
     what.add_argument("--against", choices=("llama-server",), help="compare with llama.cpp's own server (see below)")

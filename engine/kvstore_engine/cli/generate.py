@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         store=not options.no_store,
         ignore_end=options.ignore_eos,
     )
-    path = locate(options.model)
+    path = locate(options.model, sockets=options.kvstore)
     load = LoadOptions(
         options.context,
         options.threads,

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     device.check_kv_dtype(options.kv_dtype)
     if options.select_pages is not None:
         PageSelection.parse(options.select_pages)  # a mistake must not wait for a process to start
-    path = locate(options.model)
+    path = locate(options.model, sockets=options.kvstore)
     engine = EngineOptions(
         model=str(path),
         context=options.context,

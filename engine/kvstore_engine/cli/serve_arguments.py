@@ -49,7 +49,9 @@ def add_serve(commands: Commands, *, models: str, exit_codes: str) -> None:
         description=_DESCRIPTION,
         epilog=f"{_EPILOG}\n{models}\n{exit_codes}",
     )
-    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
+    command.add_argument(
+        "--model", "--weights", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)"
+    )
     _add_http(command)
     _add_engine(command)
 

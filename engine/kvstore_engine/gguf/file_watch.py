@@ -25,7 +25,8 @@ class FileWatch:
     def __init__(self, file: GGUFFile, expected: FileDigest | None = None) -> None:
         self.file = file
         self._known = file.source.identity
-        self._digest = expected
+        known = file.source.known_digest
+        self._digest = expected or (FileDigest(*known) if known is not None else None)
         self._lock = threading.Lock()
         self._is_final, self._is_touched = False, False
 

@@ -102,8 +102,7 @@ class GGUFFile:
     def _parsed(cls, source: OpenFile, *, owns_source: bool) -> Self:
         path = source.path
         try:
-            with open(source.descriptor, "rb", closefd=False) as handle:
-                data = np.memmap(handle, np.uint8, mode="r")
+            data = source.mapped()
         except OSError as error:
             raise GGUFError(f"{path}: cannot be opened: {error.strerror or error}") from None
         except ValueError:  # numpy refuses to map an empty file

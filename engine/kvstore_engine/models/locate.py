@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore_engine.errors import UsageError
+from kvstore_engine.gguf.open_file import is_stored
 from kvstore_engine.models.cache import models_directory
 from kvstore_engine.models.convert import QUANTISATIONS, convert, converted_path
 from kvstore_engine.models.fetch import fetch
@@ -49,10 +50,17 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
     raise UsageError(f"no model {text!r}: no such file, and the known names are {', '.join(KNOWN_MODELS)}{wrong}")
 
 
-def locate(text: str, quant: str | None = None, agreement: Agreement = ask_on_terminal) -> Path:
+def locate(
+    text: str, quant: str | None = None, agreement: Agreement = ask_on_terminal, sockets: Path | None = None
+) -> Path:
     """Return the path of the GGUF file of the model that `text` names, fetched and converted to `quant` if needed.
-    `agreement` asks the user to agree to a model's terms. Raises the errors of `fetch` and `convert`.
+    `agreement` asks the user to agree to a model's terms. An object of the store, as in kvstore:NAME, is one of the
+    daemon whose sockets are in `sockets`. Raises the errors of `fetch` and `convert`.
     """
+    if is_stored(Path(text)):
+        if quant is not None:
+            raise UsageError(f"{text} is used as it was put: put it in the quantisation {quant} instead")
+        return Path(text if sockets is None or "?" in text else f"{text}?{sockets}")
     reference = parse_reference(text, quant)
     if reference.known is not None:
         return _locate_known(reference.known, reference.quant, agreement)

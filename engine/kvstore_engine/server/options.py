@@ -10,7 +10,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Self
 
 from kvstore_engine.devices import CPU
@@ -105,7 +104,7 @@ class HandedFile:
         """Open the handed file, parsed and watched for changes, for the time of a `with` block. Raises FileChanged if
         its content has changed.
         """
-        with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
+        with OpenFile.inherited(self.path, self.descriptor, self.identity) as source:
             try:
                 file = GGUFFile.open(source)
             except GGUFError:  # the HTTP process could parse it

@@ -20,6 +20,7 @@ from kvstore_tiers.nvme.layout import key_number
 from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.state.orders import OBJECTS
 from kvstored.state.saver import StateSaver
 from kvstored.store.assembly import Store
 
@@ -59,6 +60,7 @@ class DropTenant:
                     reply.quarantined += 1
             await self._empty(number, reply)
             try:
+                await self._saver.orders.forget(OBJECTS, f"{digest.hex()}\0".encode())
                 await self._saver.rewrite()
             except OSError as error:
                 raise KVStoreError(

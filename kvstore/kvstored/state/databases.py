@@ -74,7 +74,11 @@ DATABASES = (
         "every 5 s, and before a put that needs it is durable; synced", "pins; expiry and priority are the first put's",
         is_kept=True, names_blocks=True,
     ),
-    Database("objects", "named objects; none is listed yet", "", "", "", is_kept=True),
+    Database(
+        "objects", "the catalogue of objects: names, versions, and the blocks of their manifests",
+        "tenant, name and version → `ObjectVersion`", "before the put is answered; synced",
+        "their names: put them again; parts that are stored are not written again", is_kept=True,
+    ),
     Database(
         "tenants", "settings of tenants by `kvctl tenants set`", "name of the tenant → JSON",
         "before the call is answered; synced", "these settings: the file's hold", is_kept=True,

@@ -1,5 +1,5 @@
-"""Orders are what operators and trainers have said to the running daemon and that outlives it: settings of tenants, and
-versions of weights.
+"""Orders are what operators, trainers and owners of objects have said to the running daemon and that outlives it:
+settings of tenants, versions of weights, and the catalogue of objects.
 
 They are read before a client is served, and an operator's order is synced before its call is answered. If they cannot
 be read at the start, the daemon serves without them and reads them later. The module does not know their meaning.
@@ -15,18 +15,18 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstored.state.process import StateProcess
 
 log = logging.getLogger(__name__)
-TENANTS, WEIGHTS = "tenants", "weights"  # databases
+TENANTS, WEIGHTS, OBJECTS = "tenants", "weights", "objects"  # databases
 START_S = 10.0  # the longest that a start waits
 Entry = tuple[bytes, bytes]
 
 
 class Orders:
-    """The entries of the databases `TENANTS` and `WEIGHTS` of the small state, in memory and through `process`. The
-    saved entries are read once; orders that came before them remain."""
+    """The entries of the databases above of the small state, in memory and through `process`. The saved entries are
+    read once; orders that came before them remain."""
 
     def __init__(self, process: StateProcess) -> None:
         self._process = process
-        self.entries: dict[str, dict[bytes, bytes]] = {TENANTS: {}, WEIGHTS: {}}
+        self.entries: dict[str, dict[bytes, bytes]] = {TENANTS: {}, WEIGHTS: {}, OBJECTS: {}}
         self.is_read = False
         self._when_read: list[Callable[[], None]] = []
 
@@ -37,7 +37,7 @@ class Orders:
                 await self.read()
         except (OSError, TimeoutError) as error:
             why = str(error) or f"it takes more than {START_S:g} s"
-            log.warning("saved settings of tenants and versions of weights cannot be read (%s): not in force yet", why)
+            log.warning("saved settings, versions of weights and objects cannot be read (%s): not in force yet", why)
 
     async def read(self) -> None:
         """Read the saved entries, unless that was done already. Raises OSError."""
@@ -69,6 +69,12 @@ class Orders:
         except OSError as error:
             what = f"{self._process.path} cannot be written ({error.strerror or error})"
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"nothing was changed: {what}: make room there") from None
+
+    async def forget(self, name: str, prefix: bytes) -> None:
+        """Remove the entries of the database `name` whose keys begin with `prefix`. Raises KVStoreError."""
+        for key in [key for key in self.entries[name] if key.startswith(prefix)]:
+            await self.save(name, key, None)
+            self.entries[name].pop(key, None)
 
     def items(self, name: str) -> list[Entry]:
         """Return the entries of the database `name`, in order."""

@@ -342,6 +342,7 @@ class Request(google.protobuf.message.Message):
     EXPLAIN_FIELD_NUMBER: builtins.int
     RESERVE_SLOTS_FIELD_NUMBER: builtins.int
     BUMP_WEIGHTS_FIELD_NUMBER: builtins.int
+    CATALOGUE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """chosen by the client, unique among its requests in flight; 0 is refused"""
     deadline_ms: builtins.int
@@ -376,6 +377,8 @@ class Request(google.protobuf.message.Message):
     def reserve_slots(self) -> global___ReserveSlots: ...
     @property
     def bump_weights(self) -> global___BumpWeights: ...
+    @property
+    def catalogue(self) -> global___Catalogue: ...
     def __init__(
         self,
         *,
@@ -395,10 +398,11 @@ class Request(google.protobuf.message.Message):
         explain: kvstore_proto.v1.explain_pb2.ExplainRequest | None = ...,
         reserve_slots: global___ReserveSlots | None = ...,
         bump_weights: global___BumpWeights | None = ...,
+        catalogue: global___Catalogue | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch", "trace", b"trace"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots", "bump_weights"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "catalogue", b"catalogue", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "catalogue", b"catalogue", "deadline_ms", b"deadline_ms", "delete", b"delete", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "op", b"op", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "store", b"store", "touch", b"touch", "trace", b"trace"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["op", b"op"]) -> typing.Literal["ping", "lookup", "acquire", "release", "prefetch", "touch", "delete", "lend", "store", "hint", "explain", "reserve_slots", "bump_weights", "catalogue"] | None: ...
 
 global___Request = Request
 
@@ -421,6 +425,7 @@ class Response(google.protobuf.message.Message):
     EXPLAIN_FIELD_NUMBER: builtins.int
     RESERVE_SLOTS_FIELD_NUMBER: builtins.int
     BUMP_WEIGHTS_FIELD_NUMBER: builtins.int
+    CATALOGUE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     @property
     def error(self) -> global___Error: ...
@@ -450,6 +455,8 @@ class Response(google.protobuf.message.Message):
     def reserve_slots(self) -> global___ReserveSlotsReply: ...
     @property
     def bump_weights(self) -> global___BumpWeightsReply: ...
+    @property
+    def catalogue(self) -> global___CatalogueReply: ...
     def __init__(
         self,
         *,
@@ -468,10 +475,11 @@ class Response(google.protobuf.message.Message):
         explain: kvstore_proto.v1.explain_pb2.ExplainReply | None = ...,
         reserve_slots: global___ReserveSlotsReply | None = ...,
         bump_weights: global___BumpWeightsReply | None = ...,
+        catalogue: global___CatalogueReply | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain", "reserve_slots", "bump_weights"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "catalogue", b"catalogue", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire", b"acquire", "bump_weights", b"bump_weights", "catalogue", b"catalogue", "delete", b"delete", "error", b"error", "explain", b"explain", "hint", b"hint", "lend", b"lend", "lookup", b"lookup", "ping", b"ping", "prefetch", b"prefetch", "release", b"release", "request_id", b"request_id", "reserve_slots", b"reserve_slots", "result", b"result", "store", b"store", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "ping", "lookup", "store", "acquire", "release", "prefetch", "touch", "delete", "lend", "hint", "explain", "reserve_slots", "bump_weights", "catalogue"] | None: ...
 
 global___Response = Response
 
@@ -920,6 +928,148 @@ class BumpWeightsReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "clients", b"clients", "version", b"version"]) -> None: ...
 
 global___BumpWeightsReply = BumpWeightsReply
+
+@typing.final
+class Catalogue(google.protobuf.message.Message):
+    """The catalogue of the tenant's objects (docs/objects.md): names, versions and where each version's manifest is. What is
+    changed outlives a loss of power before it is answered. Parts and manifests are blocks; nothing here touches them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Action:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _ActionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Catalogue._Action.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        ACTION_LIST: Catalogue._Action.ValueType  # 0
+        """versions of `name`, or of all names; a page of them"""
+        ACTION_PUT: Catalogue._Action.ValueType  # 1
+        """`object` becomes the newest version of its name; one that the newest equals is that version"""
+        ACTION_KEEP: Catalogue._Action.ValueType  # 2
+        """sets `pinned` and `expires_s` of a version to those of `object`"""
+        ACTION_REMOVE: Catalogue._Action.ValueType  # 3
+        """versions of `name`"""
+
+    class Action(_Action, metaclass=_ActionEnumTypeWrapper): ...
+    ACTION_LIST: Catalogue.Action.ValueType  # 0
+    """versions of `name`, or of all names; a page of them"""
+    ACTION_PUT: Catalogue.Action.ValueType  # 1
+    """`object` becomes the newest version of its name; one that the newest equals is that version"""
+    ACTION_KEEP: Catalogue.Action.ValueType  # 2
+    """sets `pinned` and `expires_s` of a version to those of `object`"""
+    ACTION_REMOVE: Catalogue.Action.ValueType  # 3
+    """versions of `name`"""
+
+    ACTION_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    OBJECT_FIELD_NUMBER: builtins.int
+    AFTER_NAME_FIELD_NUMBER: builtins.int
+    AFTER_VERSION_FIELD_NUMBER: builtins.int
+    action: global___Catalogue.Action.ValueType
+    name: builtins.str
+    """LIST: "" = all; elsewhere the object's"""
+    version: builtins.int
+    """LIST, REMOVE: 0 = all versions; KEEP: 0 = the newest"""
+    after_name: builtins.str
+    """LIST: those behind this name and version, in order"""
+    after_version: builtins.int
+    @property
+    def object(self) -> global___ObjectVersion:
+        """PUT, KEEP"""
+
+    def __init__(
+        self,
+        *,
+        action: global___Catalogue.Action.ValueType = ...,
+        name: builtins.str = ...,
+        version: builtins.int = ...,
+        object: global___ObjectVersion | None = ...,
+        after_name: builtins.str = ...,
+        after_version: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["object", b"object"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "after_name", b"after_name", "after_version", b"after_version", "name", b"name", "object", b"object", "version", b"version"]) -> None: ...
+
+global___Catalogue = Catalogue
+
+@typing.final
+class CatalogueReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    more: builtins.bool
+    """LIST: ask again, after the last of these"""
+    @property
+    def objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ObjectVersion]:
+        """found, put, changed or removed; by name, the oldest version first"""
+
+    def __init__(
+        self,
+        *,
+        objects: collections.abc.Iterable[global___ObjectVersion] | None = ...,
+        more: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["more", b"more", "objects", b"objects"]) -> None: ...
+
+global___CatalogueReply = CatalogueReply
+
+@typing.final
+class ObjectVersion(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    MANIFEST_PARTS_FIELD_NUMBER: builtins.int
+    MANIFEST_BYTES_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    CREATED_S_FIELD_NUMBER: builtins.int
+    EXPIRES_S_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1 to 1024 bytes, no control characters"""
+    version: builtins.int
+    """from 1 on, counted by the daemon"""
+    digest: builtins.bytes
+    """32 bytes: of the manifest, and so of everything"""
+    manifest_parts: builtins.bytes
+    """32 bytes each: the token ids of the blocks that hold the manifest"""
+    manifest_bytes: builtins.int
+    kind: builtins.str
+    """such as safetensors, gguf, table, bytes"""
+    nbytes: builtins.int
+    """of the content"""
+    parts: builtins.int
+    created_s: builtins.int
+    """Unix time, said by the daemon"""
+    expires_s: builtins.int
+    """Unix time; 0 = never. An expired version is not listed"""
+    pinned: builtins.bool
+    """its parts are pinned for the owner "objects" """
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        version: builtins.int = ...,
+        digest: builtins.bytes = ...,
+        manifest_parts: builtins.bytes = ...,
+        manifest_bytes: builtins.int = ...,
+        kind: builtins.str = ...,
+        nbytes: builtins.int = ...,
+        parts: builtins.int = ...,
+        created_s: builtins.int = ...,
+        expires_s: builtins.int = ...,
+        pinned: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created_s", b"created_s", "digest", b"digest", "expires_s", b"expires_s", "kind", b"kind", "manifest_bytes", b"manifest_bytes", "manifest_parts", b"manifest_parts", "name", b"name", "nbytes", b"nbytes", "parts", b"parts", "pinned", b"pinned", "version", b"version"]) -> None: ...
+
+global___ObjectVersion = ObjectVersion
 
 @typing.final
 class Touch(google.protobuf.message.Message):

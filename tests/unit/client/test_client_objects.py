@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.objects import payloads_of
+from kvstore_client.objects.named import payloads_of
 from kvstore_proto import objects
 from kvstore_proto.objects import (
     HEAD_BYTES,

@@ -221,7 +221,7 @@ def hinted(shelf: Shelf, policy: ChainHazard, now_ns: int, hint: pb.Hint, sessio
     """The answer to a hint."""
     store, operations = store_of(shelf, policy, now_ns), MagicMock()
     operations.hints = Hints(store)
-    answer = Verbs(store, operations, MagicMock(), MagicMock(), MagicMock()).quick["hint"](
+    answer = Verbs(store, operations, MagicMock(), MagicMock(), MagicMock(), MagicMock()).quick["hint"](
         session, pb.Request(hint=hint)
     )
     assert answer is not None

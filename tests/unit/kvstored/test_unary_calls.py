@@ -76,7 +76,7 @@ class Calls:
         small, nothing = store.small, cast(Any, None)
         operations: Any = Operations(small.store, DeletionLog(small.clock))
         operations.put = store.puts
-        verbs = Verbs(small.store, operations, RecentMisses(8, small.clock), nothing, nothing)
+        verbs = Verbs(small.store, operations, RecentMisses(8, small.clock), nothing, nothing, nothing)
         self._calls = InlineCalls(verbs, nothing, small.store, message_bytes=1 << 20)
 
     async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:

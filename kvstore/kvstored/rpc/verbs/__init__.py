@@ -1,5 +1,5 @@
 """A client's requests on the wire: lookup, put (lend or reserve, store), get (acquire, release), hints (prefetch,
-touch, hint), delete, explain and bumps of weights.
+touch, hint), delete, explain, bumps of weights and the catalogue of objects.
 
 Each verb checks a request, has the store carry it out, and puts the answer into a message. Only a hint that makes no
 sense is an error, none that comes too late.
@@ -46,7 +46,7 @@ class Verbs:
     A handler in `quick` answers at once; where it returns None, or there is none, the handler in `slow` yields the
     answers to a task. A store may have two answers, an acquire in an order has many. Both raise KVStoreError for a
     request that is wrong as a whole. `explain` answers an explain of the client's own blocks; `bump` makes a version of
-    a tenant's weights the newest.
+    a tenant's weights the newest; `catalogue` lists and changes a tenant's objects.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Verbs:
         misses: RecentMisses,
         explain: Callable[[ClientSession, ExplainRequest], Awaitable[ExplainReply]],
         bump: Callable[[Tenant, str, int], Awaitable[Bumped]],
+        catalogue: Callable[[Tenant, pb.Catalogue], Awaitable[pb.CatalogueReply]],
     ) -> None:
         limits = store.config.limits
         self._max_keys, self._leases_per_client = limits.max_keys, limits.leases_per_client
@@ -82,6 +83,7 @@ class Verbs:
             "delete": self._deleted,
             "explain": explain,
             "bump_weights": partial(_bumped, bump),
+            "catalogue": partial(_catalogued, catalogue),
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
@@ -327,6 +329,16 @@ async def _bumped(
     session.require_writer()
     bumped = await bump(session.tenant, request.weights, request.version)
     return pb.BumpWeightsReply(version=bumped.version, clients=bumped.clients, blocks=bumped.blocks)
+
+
+async def _catalogued(
+    catalogue: Callable[[Tenant, pb.Catalogue], Awaitable[pb.CatalogueReply]],
+    session: ClientSession,
+    request: pb.Catalogue,
+) -> pb.CatalogueReply:
+    if request.action != pb.Catalogue.ACTION_LIST:
+        session.require_writer()
+    return await catalogue(session.tenant, request)
 
 
 def _at_once(op: str, verb: Callable[[ClientSession, Any], Any]) -> Quick:

@@ -1,0 +1,289 @@
+"""Sources of an object's content: arrays in memory, and files of weights, which are read past the page cache.
+
+A source knows the layout of the content that it makes, and writes any range of it. Files are read by O_DIRECT where
+their file system has it, so filling the store does not push out what else is cached. The module neither hashes nor
+stores.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_client.errors import invalid
+from kvstore_client.memory import Bytes
+from kvstore_proto.manifest import DTYPE_BITS, TensorEntry, dtype_name, laid_out, metadata_of
+
+DIRECT_BYTES = 4096  # what O_DIRECT wants places and lengths to be multiples of
+MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as the library has it
+
+
+class Source(Protocol):
+    """The content of an object to be: its layout, and `fill`, which several threads may call at once."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]: ...
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+
+    def fill(self, offset: int, destination: Bytes) -> None:
+        """Write the content's bytes from `offset` on into `destination`. Raises OSError, and KVStoreError for a file
+        that has changed."""
+        ...
+
+
+class ArraySource:
+    """The source of `arrays`, by name: NumPy arrays, or raw bytes with a type and a shape of `types`. `kind` and
+    `metadata` are for readers."""
+
+    def __init__(
+        self,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        types: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        *,
+        kind: str = "tensors",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        types = types or {}
+        listed = [(name, *types.get(name, (dtype_name(array.dtype), array.shape))) for name, array in arrays.items()]
+        self.kind, self.metadata = kind, metadata_of(metadata or {})
+        self.tensors, self.nbytes = laid_out(listed)
+        self._arrays = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+
+    def fill(self, offset: int, destination: Bytes) -> None:
+        end = offset + len(destination)
+        destination[:] = 0
+        for each in self.tensors:
+            first, last = max(each.offset, offset), min(each.offset + each.nbytes, end)
+            if first < last:
+                raw = self._arrays[each.name][first - each.offset : last - each.offset]
+                np.copyto(destination[first - offset : last - offset], raw)
+
+
+class BytesSource:
+    """The source of the bytes `data`, without tensors."""
+
+    def __init__(self, data: bytes | Bytes, *, kind: str = "bytes", metadata: Mapping[str, Any] | None = None) -> None:
+        self._data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        self.kind, self.nbytes, self.metadata = kind, len(self._data), metadata_of(metadata or {})
+        self.tensors: tuple[TensorEntry, ...] = ()
+
+    def fill(self, offset: int, destination: Bytes) -> None:
+        np.copyto(destination, self._data[offset : offset + len(destination)])
+
+
+class Segment(NamedTuple):
+    """A run of `nbytes` bytes at `offset` of the content, from `file_offset` of file number `file`."""
+
+    offset: int
+    nbytes: int
+    file: int
+    file_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    path: Path
+    descriptor: int
+    is_direct: bool
+    state: tuple[int, int, int]
+
+
+class FileSource:
+    """The source of a content that `segments` of files make up, in order. Close it after use."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        segments: Sequence[Segment],
+        tensors: tuple[TensorEntry, ...],
+        nbytes: int,
+        *,
+        kind: str,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.kind, self.nbytes, self.tensors, self.metadata = kind, nbytes, tensors, metadata
+        self._segments = _joined(segments)
+        self._ends = np.array([each.offset + each.nbytes for each in self._segments])
+        self._local = threading.local()
+        self._files = [_open(path) for path in paths]
+
+    def fill(self, offset: int, destination: Bytes) -> None:
+        end = offset + len(destination)
+        destination[:] = 0
+        for each in self._segments[int(np.searchsorted(self._ends, offset, "right")) :]:
+            first, last = max(each.offset, offset), min(each.offset + each.nbytes, end)
+            if first >= last:
+                break
+            at = each.file_offset + first - each.offset
+            self._read(self._files[each.file], at, destination[first - offset : last - offset])
+        for file in self._files:
+            if _state(file.descriptor) != file.state:
+                raise invalid(f"{file.path} was changed while it was read: put it again")
+
+    def _read(self, file: _OpenFile, at: int, destination: Bytes) -> None:
+        """Read from `at` on: straight into `destination` if it lies as O_DIRECT wants it, else by a buffer."""
+        begin = at - at % DIRECT_BYTES
+        end = -(-(at + len(destination)) // DIRECT_BYTES) * DIRECT_BYTES
+        address = destination.ctypes.data
+        if not file.is_direct or ((begin, end) == (at, at + len(destination)) and not address % DIRECT_BYTES):
+            _read_whole(file, at, destination, len(destination))
+            return
+        buffer = self._buffer(end - begin)
+        _read_whole(file, begin, buffer[: end - begin], at + len(destination) - begin)
+        np.copyto(destination, buffer[at - begin : at - begin + len(destination)])
+
+    def _buffer(self, nbytes: int) -> Bytes:
+        held: Bytes | None = getattr(self._local, "buffer", None)
+        if held is None or len(held) < nbytes:
+            held = self._local.buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return held
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop().descriptor)
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Return `segments` with neighbours in one file joined, also over a gap, which reading through is cheaper than."""
+    joined: list[Segment] = []
+    for each in segments:
+        if not each.nbytes:
+            continue
+        if joined and joined[-1].file == each.file:
+            last = joined[-1]
+            if each.offset - last.offset == each.file_offset - last.file_offset:
+                joined[-1] = last._replace(nbytes=each.offset + each.nbytes - last.offset)
+                continue
+        joined.append(each)
+    return joined
+
+
+def _open(path: Path) -> _OpenFile:
+    try:
+        descriptor, is_direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor, is_direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+    return _OpenFile(path, descriptor, is_direct, _state(descriptor))
+
+
+def _state(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _read_whole(file: _OpenFile, at: int, destination: Bytes, needed: int) -> None:
+    """Read `destination` full from `at` on; at the end of the file `needed` bytes suffice."""
+    done = 0
+    while done < needed:
+        got = os.preadv(file.descriptor, [destination[done:].data], at + done)
+        if not got or (got % DIRECT_BYTES and done + got < needed and file.is_direct):
+            raise invalid(f"{file.path} is shorter than it says")
+        done += got
+
+
+# Files of weights
+
+
+def weights_source(path: Path) -> FileSource:
+    """Return the source of the weights at `path`: a safetensors or GGUF file, or a directory with one of a model, whose
+    safetensors may be sharded. Its config.json and generation_config.json go into the metadata. Raises
+    KVStoreError(INVALID) for files that are none, and OSError.
+    """
+    if not path.is_dir():
+        if path.suffix == ".gguf":
+            return gguf_source(path)
+        return safetensors_source([path], {})
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({path / name for name in _json(index.read_bytes(), index).get("weight_map", {}).values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    found = [*path.glob("*.gguf")]
+    if not files and len(found) == 1:
+        return gguf_source(found[0])
+    if not files:
+        raise invalid(f"{path} has no *.safetensors, and not one *.gguf: name the file")
+    names = ("config.json", "generation_config.json")
+    return safetensors_source(files, {name: (path / name).read_text() for name in names if (path / name).is_file()})
+
+
+def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> FileSource:
+    """Return the source of all tensors in the safetensors files `paths`, in the order in which they lie there, each at
+    a multiple of 64 bytes. Raises KVStoreError(INVALID) for other files, and OSError.
+    """
+    listed: list[tuple[str, str, list[int]]] = []
+    places: list[tuple[int, int]] = []
+    for number, path in enumerate(paths):
+        begin, tensors = _safetensors_header(path)
+        for name, each in tensors:
+            listed.append((name, each["dtype"], each["shape"]))
+            places.append((number, begin + each["data_offsets"][0]))
+    if len({name for name, _, _ in listed}) < len(listed):
+        raise invalid(f"{paths[0].parent} has a tensor in two of its files")
+    entries, nbytes = laid_out(listed)
+    segments = [Segment(each.offset, each.nbytes, *place) for each, place in zip(entries, places, strict=True)]
+    return FileSource(paths, segments, entries, nbytes, kind="safetensors", metadata=metadata_of(metadata))
+
+
+def _safetensors_header(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+    """Return where the data of a safetensors file begins, and its tensors by their place."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        if length > MAX_HEADER_BYTES:
+            raise invalid(f"{path} is no safetensors file: its header would have {length} bytes")
+        header = _json(file.read(length), path)
+        size = os.fstat(file.fileno()).st_size
+    header.pop("__metadata__", None)
+    for name, each in header.items():
+        bits = DTYPE_BITS.get(each.get("dtype", "")) if isinstance(each, dict) else None
+        if bits is None:
+            raise invalid(f"{path}: tensor {name} has no type that is known")
+        begin, end = each["data_offsets"]
+        if 8 + length + end > size or (end - begin) * 8 != bits * int(np.prod(each["shape"], dtype=object)):
+            raise invalid(f"{path}: tensor {name} does not fit its file or its shape")
+    return 8 + length, sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+
+
+def _json(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise invalid(f"{path} is not what its name says: its header is no JSON object")
+    return found
+
+
+def gguf_source(path: Path) -> FileSource:
+    """Return the source of a GGUF file as it is, for readers that take the file's bytes from memory. Raises
+    KVStoreError(INVALID) for another file, and OSError.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF":
+            raise invalid(f"{path} is no GGUF file")
+        size = os.fstat(file.fileno()).st_size
+    return FileSource([path], [Segment(0, size, 0, 0)], (), size, kind="gguf", metadata={"file": path.name})

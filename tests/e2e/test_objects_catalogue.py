@@ -1,0 +1,232 @@
+"""Objects with names and versions, in a real daemon: whole or not there, mapped at one address, never wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl.output import FAILED, MISS, USAGE
+from kvstore_client import ErrorKind, KVStoreError
+from kvstore_client.objects.sources import ArraySource, BytesSource
+from kvstore_client.objects.store import ObjectStore, label, open_objects
+from kvstore_client.objects.tables import Table, array_source
+from kvstore_proto.manifest import PART_CLASSES
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
+from tests.reference.kvctl import Kvctl
+from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+
+PART = PART_CLASSES[5]  # 252 KiB
+STAGING = 2 << 20
+
+
+def content(seed: int, nbytes: int = 3 * PART + 1000) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running_daemon() as running:
+        yield running
+
+
+@pytest.fixture
+def store(daemon: RunningDaemon) -> Iterator[ObjectStore]:
+    with open_objects(daemon.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+        yield opened
+        for each in {each.name for each in opened.listed()}:
+            opened.remove(each)
+
+
+@pytest.fixture
+def kvctl(daemon: RunningDaemon, capfdbinary: Any) -> Kvctl:
+    return Kvctl(daemon, capfdbinary)
+
+
+def put(store: ObjectStore, name: str, data: bytes, **options: Any) -> Any:
+    return store.put(name, BytesSource(data), part_bytes=PART, **options)
+
+
+def test_tensors_of_all_parts_lie_behind_one_another(store: ObjectStore) -> None:
+    rng = np.random.default_rng(1)
+    arrays = {
+        "wide": rng.standard_normal((700, 300)).astype("f4"), "none": np.zeros((0, 4), "i8"),
+        "odd": np.arange(7, dtype="u1"),
+        "half": rng.standard_normal((300, 300)).astype("f2"),
+    }  # fmt: skip
+    made = store.put("model", ArraySource(arrays, metadata={"a": 1}), part_bytes=PART)
+    assert len(made.filled.parts) == 4 == made.filled.durable_parts
+    with store.map("model") as mapped:
+        assert list(mapped) == list(arrays) and mapped.manifest.metadata == {"a": "1"}
+        for name, array in arrays.items():
+            assert np.array_equal(mapped[name], array) and mapped.entry(name).shape == array.shape
+            assert (mapped[name].ctypes.data - mapped.address) % 64 == 0 and not mapped[name].flags.writeable
+        assert mapped.valid and mapped.digest == made.version.digest.hex()
+
+
+def test_a_put_writes_what_is_new_alone_and_one_content_is_one_version(store: ObjectStore) -> None:
+    first, other = content(1), content(2)
+    assert put(store, "a", first).filled.new_bytes >= len(first)
+    assert put(store, "b", first[: 2 * PART] + other).filled.new_bytes == pytest.approx(len(other), rel=0.35)
+    again = put(store, "a", first)
+    assert again.filled.new_bytes == 0 and again.version.version == 1
+    assert put(store, "a", other).version.version == 2
+    assert [label(each) for each in store.listed()] == ["a@1", "a@2", "b@1"]
+    with store.map("a") as newest, store.map("a@1") as oldest:
+        assert newest.content.tobytes() == other and oldest.content.tobytes() == first
+        assert newest.digest != oldest.digest
+
+
+def test_removing_an_object_leaves_what_others_have(store: ObjectStore) -> None:
+    data = content(3)
+    put(store, "a", data)
+    put(store, "b", data[:PART] + content(4, PART))
+    keys, _ = store.located(store.find("a"))
+    assert [label(each) for each in store.remove("a")] == ["a@1"]
+    tiers = store.session.lookup(keys=keys).tiers
+    assert tiers[0] == "host" and set(tiers[1:]) == {"absent"}
+    assert store.map("b").content[:PART].tobytes() == data[:PART]
+    for name in ("a", "b@7"):
+        with pytest.raises(KVStoreError) as missing:
+            store.map(name)
+        assert missing.value.kind is ErrorKind.NOT_FOUND
+
+
+def test_a_mapping_outlives_removal_pressure_and_the_store(daemon: RunningDaemon) -> None:
+    data = content(5, 8 * PART)
+    with open_objects(daemon.socket_dir, staging_bytes=STAGING) as opened:
+        put(opened, "mapped", data)
+        view = opened.map("mapped").content[100:]
+        opened.remove("mapped")
+        for seed in range(10, 20):  # 20 MiB into 24
+            put(opened, "pressure", content(seed, 8 * PART), durability="none")
+        opened.remove("pressure")
+    assert view.tobytes() == data[100:]
+    keeper = next(thread for thread in threading.enumerate() if thread.name == "kvstore-objects")
+    del view
+    gc.collect()
+    keeper.join(20)
+    assert not keeper.is_alive() and opened.session.state == "closed"
+
+
+def test_what_is_larger_than_dram_is_put_and_verified_but_not_mapped(store: ObjectStore) -> None:
+    data = content(6, 100 * PART)
+    put(store, "large", data)
+    assert store.verify("large") == {}
+    with pytest.raises(KVStoreError, match="larger than the host tier"):
+        store.map("large", deadline_s=1)
+
+
+def test_a_pin_and_a_time_to_live(store: ObjectStore) -> None:
+    data = content(7)
+    put(store, "pinned", data, pin=True)
+    put(store, "short", content(8), ttl=1)
+    put(store, "twin", data + content(9, PART), pin=True)
+    store.unpin("pinned")
+    keys, _ = store.located(store.find("twin"))
+    described = store.session.explain(ExplainRequest(keys=[key.hex() for key in keys]))
+    assert described is not None and [list(each.block.pinned_by) for each in described.blocks] == [["objects"]] * len(
+        keys
+    )
+    store.unpin("twin")
+    described = store.session.explain(ExplainRequest(keys=[key.hex() for key in keys]))
+    assert described is not None and not any(each.block.pinned_by for each in described.blocks)
+    assert not any(each.pinned for each in store.listed())
+    assert eventually(lambda: not store.listed("short")) and len(store.listed()) == 2
+    with pytest.raises(KVStoreError, match="no object of this name"):
+        store.find("short")
+
+
+def test_a_table_gives_rows(store: ObjectStore) -> None:
+    rows = np.random.default_rng(2).standard_normal((5000, 24)).astype("f4")
+    store.put("users", array_source(rows), part_bytes=PART)
+    table = Table(store.map("users"))
+    wanted = np.random.default_rng(3).integers(0, 5000, 1000)
+    out = np.empty((1000, 24), "f4")
+    assert np.array_equal(table.gather(wanted, out), rows[wanted]) and len(table) == 5000
+    for wrong in ([5000], [-1], [0.5]):
+        with pytest.raises(IndexError):
+            table.gather(wrong)
+
+
+def test_objects_survive_kills_and_a_mapping_finds_its_parts_again() -> None:
+    data, second = content(11), content(12)
+    with running_daemon("limits.lease_ttl_ms=2000") as running:
+        with open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+            put(opened, "kept", data)
+            mapped = opened.map("kept")
+            before = mapped.address
+            running.kill9()
+            running.start()
+            assert eventually(lambda: mapped.valid)
+            assert mapped.address == before and mapped.content.tobytes() == data
+            put(opened, "kept", second)
+            running.kill9()
+            running.start()
+        with open_objects(running.socket_dir) as opened:
+            assert [label(each) for each in opened.listed()] == ["kept@1", "kept@2"]
+            assert opened.map("kept").content.tobytes() == second
+
+
+def test_a_put_that_is_interrupted_names_nothing_and_goes_on(store: ObjectStore) -> None:
+    data = content(13, 12 * PART)
+    source = BytesSource(data)
+
+    class Interrupted(RuntimeError):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > 5 * PART:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        store.put("half", source, part_bytes=PART, progress=stop)
+    assert store.listed() == []
+    assert store.put("half", source, part_bytes=PART).filled.new_bytes < 9 * PART
+
+
+def test_kvctl_puts_lists_and_writes_out(kvctl: Kvctl, store: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(content(14))
+    np.save(tmp_path / "rows.npy", np.arange(600.0).reshape(100, 6))
+    assert "bytes@1" in kvctl(f"objects put bytes --file {tmp_path / 'in'} --pin").out
+    kvctl(f"objects put rows --table {tmp_path / 'rows.npy'}")
+    listed = kvctl.json("objects list")["objects"]
+    assert [(each["name"], each["kind"], each["pinned"]) for each in listed] == [
+        ("bytes", "bytes", True), ("rows", "table", False),
+    ]  # fmt: skip
+    shown = kvctl.json("objects list bytes")
+    assert {each["tier"] for each in shown["parts"]} == {"host"}
+    assert shown["parts"][0]["key"] in kvctl(f"explain {shown['parts'][0]['key']} --json").out
+    assert kvctl("objects get bytes").bytes == content(14)
+    kvctl(f"objects get rows -o {tmp_path / 'rows.safetensors'}")
+    raw = (tmp_path / "rows.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header["rows"]["shape"] == [100, 6] and raw.endswith(np.arange(600.0).tobytes())
+    assert kvctl("objects get rows --tensor rows").bytes == np.arange(600.0).tobytes()
+    assert "as they were put" in kvctl("objects verify bytes").out
+    assert "1 of 1 part in DRAM" in kvctl("objects prefetch rows --wait 5").out
+    assert kvctl.json("objects unpin bytes")["pinned"] is False
+    assert kvctl.json("objects ttl bytes 3600")["expires_s"] > 0
+    kvctl("objects rm bytes")
+    assert "no object of this name" in kvctl("objects get bytes", exit_code=MISS).err
+    for wrong in ("objects put x", "objects rm", "objects ttl rows", "objects list --file a"):
+        with pytest.raises(SystemExit, match=str(USAGE)):
+            kvctl(wrong)
+    kvctl("objects rm rows@no", exit_code=USAGE)
+
+
+def test_bytes_that_are_not_those_that_were_put_are_found(kvctl: Kvctl, store: ObjectStore) -> None:
+    from kvstore_proto.manifest import part_digest, part_tokens
+
+    data = content(15, PART)
+    store.session.put(part_tokens(part_digest(data)), payloads=[content(16, PART)])  # by a client that lies
+    put(store, "wrong", data)
+    assert store.verify("wrong") == {0: "its bytes are not those that were put"}
+    assert "part 0" in kvctl("objects verify wrong", exit_code=FAILED).out
+    assert store.map("wrong").content.tobytes() != data
