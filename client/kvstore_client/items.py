@@ -71,7 +71,7 @@ def item_digest(*parts: bytes | memoryview | Bytes) -> bytes:
     """
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"kvstore item")
     for part in parts:
-        view = memoryview(part).cast("B")
+        view = memoryview(part.data if isinstance(part, np.ndarray) else part).cast("B")
         state.update(len(view).to_bytes(8, "little"))
         state.update(view)
     return state.digest()
@@ -100,13 +100,16 @@ def item_of(array: npt.NDArray[Any]) -> Item:
 
 class ItemStore:
     """A store of items in `session`, whose fingerprint has one group of kind "items". A call for reading takes at most
-    `deadline_s` seconds of waiting for the daemon, which is the session's default for None.
+    `deadline_s` seconds of waiting for the daemon, which is the session's default for None; a put takes at most
+    `put_deadline_s`.
     """
 
-    def __init__(self, session: Session, *, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, session: Session, *, deadline_s: float | None = None, put_deadline_s: float = DEFAULT_PUT_DEADLINE_S
+    ) -> None:
         if [group.kind for group in session.fingerprint.groups] != ["items"]:
             raise invalid("items need a session whose fingerprint has one layer group of kind 'items'")
-        self.session, self._deadline_s = session, deadline_s
+        self.session, self._deadline_s, self._put_deadline_s = session, deadline_s, put_deadline_s
 
     def get(self, digests: Sequence[bytes]) -> list[Item | None]:
         """Return a copy of the item of each digest, or None where none is stored. Raises KVStoreError(INVALID) for a
@@ -177,8 +180,8 @@ class ItemStore:
             np.concatenate(tokens),
             payloads=payloads,
             payload_bytes=block_bytes,
-            deadline_s=DEFAULT_PUT_DEADLINE_S,
-            **kept,  # type: ignore[arg-type]  # what `put` was given
+            deadline_s=self._put_deadline_s,
+            **kept,
         )
         return sum(status in ("stored", "present") for status in receipt.statuses[-len(items) :])
 
@@ -247,7 +250,7 @@ class _Read:
         """Return the item, or None if the bytes that were read are not one whole item."""
         if self.head is None or not self.head.is_of(self._whole[HEAD_BYTES:].data):
             return None
-        dtype, dimensions, _, _, *shape = _ARRAY.unpack_from(self._whole, HEAD_BYTES)
+        dtype, dimensions, _, _, *shape = _ARRAY.unpack_from(self._whole.data, HEAD_BYTES)
         return Item(dtype.rstrip(b"\0").decode(), tuple(shape[:dimensions]), self._whole[_DATA_OFFSET:])
 
 

@@ -108,8 +108,8 @@ class KeyChains:
         step = block_tokens * TOKEN_BYTES
         full = packed[: len(packed) // step * step]
         if group_id in self._apart:
-            keys = b"".join(self._key(full[at : at + step], group_id) for at in range(0, len(full), step))
-            return Chain(BlockKeys(keys), full, block_tokens, apart=True)
+            apart = b"".join(self._key(full[at : at + step], group_id) for at in range(0, len(full), step))
+            return Chain(BlockKeys(apart), full, block_tokens, apart=True)
         return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
 
     def _key(self, packed: bytes, group_id: int) -> bytes:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,8 +23,8 @@ import numpy as np
 
 from kvstore_client.entry import DEFAULT_CONNECT_TIMEOUT_S
 from kvstore_client.errors import invalid
-from kvstore_client.items import ITEM_STAGING_BYTES, Item, ItemStore, item_digest, item_fingerprint
-from kvstore_connectors.engine_session import engine_session
+from kvstore_client.items import Item, item_digest, item_fingerprint
+from kvstore_connectors.engine_session import CurrentItems
 from kvstore_proto.errors import ErrorKind, KVStoreError
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ else:
     except ImportError:
         _Base = object
 
-log = logging.getLogger(__name__)
 LISTS_A_READ: Final = 64  # as many missing ones in a row end the lists
 _REPLACE_S, _PAUSE_S = 1.0, 0.005
 
@@ -58,15 +56,8 @@ class KVStoreByteStore(_Base):
         if not isinstance(namespace, str) or not namespace:
             raise invalid("namespace= must name the model and its weights: values of two models would be confused")
         fingerprint = item_fingerprint("bytes", model=namespace, weights=namespace, dtype="u8", library="", settings={})
-        session = engine_session(
-            log,
-            os.fspath(socket),
-            fingerprint=fingerprint,
-            client_name="byte store",
-            connect_timeout_s=deadline_s,
-            staging_bytes=ITEM_STAGING_BYTES,
-        )
-        self._store = None if session is None else ItemStore(session, deadline_s=deadline_s)
+        self._items = CurrentItems(os.fspath(socket), "byte store", deadline_s)
+        self._store = self._items.store(fingerprint)
         self._ttl, self._next_list = ttl, 0
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -121,8 +112,7 @@ class KVStoreByteStore(_Base):
             yield key
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.session.close()
+        self._items.close()
 
     def _remove(self, digests: Sequence[bytes]) -> None:
         """Delete values, of which some may be under lease for a moment."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,12 +27,10 @@ import numpy.typing as npt
 
 from kvstore_client.entry import DEFAULT_CONNECT_TIMEOUT_S
 from kvstore_client.errors import invalid
-from kvstore_client.items import ITEM_STAGING_BYTES, Item, ItemStore, item_digest, item_fingerprint, item_of
-from kvstore_client.session import Session
-from kvstore_connectors.engine_session import engine_session
+from kvstore_client.items import Item, item_digest, item_fingerprint, item_of
+from kvstore_connectors.engine_session import CurrentItems
 from kvstore_proto.fingerprint import Fingerprint
 
-log = logging.getLogger(__name__)
 Vector = npt.NDArray[Any]
 
 _OF_HOW = frozenset({"batch_size", "show_progress_bar", "convert_to_numpy", "convert_to_tensor", "chunk_size"})
@@ -67,9 +64,8 @@ class CachedEmbedder:
                 f"weights= is needed: what {type(model).__name__} computes with cannot be seen from here, so name it, "
                 "and give another name when it changes"
             )
-        self._model, self._socket, self._weights, self._ttl = model, os.fspath(socket), weights, ttl
-        self._deadline_s = deadline_s
-        self._opened: tuple[Fingerprint, Session | None] | None = None
+        self._model, self._weights, self._ttl = model, weights, ttl
+        self._items = CurrentItems(os.fspath(socket), "embedder", deadline_s)
         if self._is_client:
             self.embeddings = SimpleNamespace(create=self._create)
 
@@ -80,9 +76,7 @@ class CachedEmbedder:
 
     def close(self) -> None:
         """End the session with the daemon. A later call opens one anew."""
-        opened, self._opened = self._opened, None
-        if opened is not None and opened[1] is not None:
-            opened[1].close()
+        self._items.close()
 
     def __enter__(self) -> CachedEmbedder:
         return self
@@ -98,7 +92,7 @@ class CachedEmbedder:
         texts = [sentences] if isinstance(sentences, str) else sentences
         asked = {name: value for name, value in options.items() if name not in _OF_HOW and value is not None}
         is_list = isinstance(texts, Sequence) and len(texts) and all(isinstance(text, str) for text in texts)
-        store = self._store() if is_list and asked.keys() <= _OF_WHAT else None
+        store = self._items.store(self._fingerprint()) if is_list and asked.keys() <= _OF_WHAT else None
         if store is None:
             return self._model.encode(sentences, batch_size=batch_size, **options)
         settings = json.dumps(asked, sort_keys=True, default=str).encode()
@@ -141,7 +135,7 @@ class CachedEmbedder:
         """
         entries = [input] if isinstance(input, str) or (input and isinstance(input[0], int)) else input
         ask: Callable[..., Any] = self._model.embeddings.create
-        store = self._store() if entries else None
+        store = self._items.store(self._fingerprint()) if entries else None
         if store is None:
             return ask(input=input, model=model, **options)
         settings = json.dumps([model, options], sort_keys=True, default=str).encode()
@@ -161,23 +155,6 @@ class CachedEmbedder:
 
         items = store.through(digests, compute, ttl=self._ttl)
         return _response([_shown(item) for item in items], model, answers[0] if answers else None)
-
-    def _store(self) -> ItemStore | None:
-        """Return the store of this model as it is now; None if the daemon refuses this process."""
-        fingerprint = self._fingerprint()
-        if self._opened is None or self._opened[0] != fingerprint:
-            self.close()
-            session = engine_session(
-                log,
-                self._socket,
-                fingerprint=fingerprint,
-                client_name="embedder",
-                connect_timeout_s=self._deadline_s,
-                staging_bytes=ITEM_STAGING_BYTES,
-            )
-            self._opened = fingerprint, session
-        session = self._opened[1]
-        return None if session is None else ItemStore(session, deadline_s=self._deadline_s)
 
     def _fingerprint(self) -> Fingerprint:
         model, package = self._model, type(self._model).__module__.split(".")[0]
@@ -220,10 +197,10 @@ def _response(embeddings: list[Any], model: str, answer: Any) -> Any:
         from openai.types import CreateEmbeddingResponse, Embedding
         from openai.types.create_embedding_response import Usage
 
-        data = [Embedding.model_construct(embedding=each, index=place, object="embedding")
-                for place, each in enumerate(embeddings)]  # fmt: skip
+        given = [Embedding.model_construct(embedding=each, index=place, object="embedding")
+                 for place, each in enumerate(embeddings)]  # fmt: skip
         usage = usage or Usage(prompt_tokens=0, total_tokens=0)
-        return CreateEmbeddingResponse.model_construct(data=data, model=name, object="list", usage=usage)
+        return CreateEmbeddingResponse.model_construct(data=given, model=name, object="list", usage=usage)
     data = [SimpleNamespace(embedding=each, index=place, object="embedding") for place, each in enumerate(embeddings)]
     usage = usage or SimpleNamespace(prompt_tokens=0, total_tokens=0)
     return SimpleNamespace(data=data, model=name, object="list", usage=usage)

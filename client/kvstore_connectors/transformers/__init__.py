@@ -5,8 +5,8 @@
 
 This file holds the names that users import. The parts are `cache` (the object that generate gets), `calls` (hooks on
 the model's calls), `layers` (the memory of K and V), `copies` (blocks to and from that memory, on the host and on a
-device), `restore`, `storer`, `fingerprint`, `self_test` and `sessions`. This package alone imports torch and
-transformers (5.14).
+device), `restore`, `storer`, `fingerprint`, `self_test`, `sessions`, and `images` (features of images).
+This package alone imports torch and transformers (5.14).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the fi
 
 from kvstore_connectors.transformers.cache import KVStoreCache
 from kvstore_connectors.transformers.fingerprint import model_fingerprint
+from kvstore_connectors.transformers.images import CachedImages
 from kvstore_connectors.transformers.sessions import flush, kvstore_session
 from kvstore_connectors.transformers.storer import CacheReport
 
-__all__ = ["CacheReport", "KVStoreCache", "flush", "kvstore_session", "model_fingerprint"]
+__all__ = ["CacheReport", "CachedImages", "KVStoreCache", "flush", "kvstore_session", "model_fingerprint"]
