@@ -32,7 +32,10 @@ def picture(path: Path, seed: int, *, changed: bool = False) -> Path:
     return path
 
 
-def test_outputs_are_those_of_these_weights_and_these_pixels(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_outputs_are_those_of_these_weights_and_these_pixels(
+    daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("without_torchvision")))
     transfer = {"ec_connector_extra_config": {"socket": str(daemon.socket_dir), **PATIENT}}
     usual = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64, "one_process": True,
              "limit_mm_per_prompt": {"image": 1}}  # fmt: skip
