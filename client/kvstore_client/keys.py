@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore_client.errors import invalid
 from kvstore_proto.fingerprint import Fingerprint
-from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, block_keys, pack_tokens
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, BlockKeys, block_keys, chain, pack_tokens
 from kvstore_proto.token_ids import TokenIds
 
 REMEMBERED_CHAINS = 64
@@ -26,7 +26,8 @@ TOKEN_BYTES = 4
 class Chain:
     """The keys of the full blocks of a prefix or of a part of one, in order, each block with `block_tokens` tokens.
     `packed_tokens` are their token ids as int32, or None if the caller gave only keys. `prompt_tokens` is the length
-    of the whole prompt, or 0 if it is not known. `before` is the key of the block before the first one.
+    of the whole prompt, or 0 if it is not known. `before` is the key of the block before the first one. With `apart`
+    the blocks are items, which continue no block.
     """
 
     keys: BlockKeys
@@ -34,6 +35,7 @@ class Chain:
     block_tokens: int
     prompt_tokens: int = 0  # of the whole prompt, with those that fill no block; 0: not known
     before: bytes = NO_PARENT  # key of the block before the first one, in a part of a longer chain
+    apart: bool = False
 
     def tokens_of(self, block: int) -> bytes | None:
         """Return the token ids of block number `block`, packed as int32. Return None if the caller gave only keys."""
@@ -58,11 +60,21 @@ class Chain:
             self.tokens_of_run(first_block, blocks),
             self.block_tokens,
             before=self.parent_of(first_block),
+            apart=self.apart,
         )
 
     def parent_of(self, block: int) -> bytes:
-        """Return the key of the block before number `block`, or NO_PARENT for the first block of a prompt."""
-        return self.keys[block - 1] if block else self.before
+        """Return the key of the block that number `block` continues, or NO_PARENT for the first block of a prompt and
+        for an item.
+        """
+        return NO_PARENT if self.apart else self.keys[block - 1] if block else self.before
+
+    def parents_of(self, first_block: int, blocks: int) -> bytes:
+        """Return, packed, the keys of the blocks that `blocks` blocks from number `first_block` on continue."""
+        if self.apart or not blocks:
+            return bytes(KEY_BYTES * blocks)
+        inside = self.keys.packed[first_block * KEY_BYTES : (first_block + blocks - 1) * KEY_BYTES]
+        return self.parent_of(first_block) + inside
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -76,6 +88,7 @@ class KeyChains:
 
     def __init__(self, fingerprint: Fingerprint, roots: list[bytes]) -> None:
         self._fingerprint = fingerprint
+        self._apart = {group.group_id for group in fingerprint.groups if group.kind == "items"}
         self._roots = dict(zip((group.group_id for group in fingerprint.groups), roots, strict=True))
         self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, bytes]] = OrderedDict()
         self._lock = threading.Lock()
@@ -91,10 +104,17 @@ class KeyChains:
         if group_id not in self._roots:
             raise invalid(f"the fingerprint has no layer group {group_id}; groups are {sorted(self._roots)}")
         if isinstance(packed, BlockKeys):
-            return Chain(packed, None, block_tokens)
+            return Chain(packed, None, block_tokens, apart=group_id in self._apart)
         step = block_tokens * TOKEN_BYTES
         full = packed[: len(packed) // step * step]
+        if group_id in self._apart:
+            apart = b"".join(self._key(full[at : at + step], group_id) for at in range(0, len(full), step))
+            return Chain(BlockKeys(apart), full, block_tokens, apart=True)
         return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
+
+    def _key(self, packed: bytes, group_id: int) -> bytes:
+        step, hash_name = self._fingerprint.engine_block_tokens, self._fingerprint.key_hash
+        return chain(self._roots[group_id], packed, engine_block_tokens=step, hash_name=hash_name)
 
     def _keys_of(self, packed: bytes, group_id: int) -> BlockKeys:
         step = self._fingerprint.block_tokens * TOKEN_BYTES

@@ -174,7 +174,7 @@ class PutOrder:
         keys = self.chain.keys
         if end - first == len(blocks):  # contiguous: the chain has their keys in one piece
             packed = keys.packed[first * KEY_BYTES : end * KEY_BYTES]
-            parents = self.chain.parent_of(first) + packed[:-KEY_BYTES]
+            parents = self.chain.parents_of(first, len(blocks))
         else:
             packed = b"".join(keys[self.first_block + block] for block in blocks)
             parents = b"".join(self.chain.parent_of(self.first_block + block) for block in blocks)

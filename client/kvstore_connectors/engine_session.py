@@ -1,4 +1,4 @@
-"""The parts that every connector shares: loading its classes, and its session with the daemon.
+"""The parts that connectors share: loading their classes, and their sessions with the daemon.
 
 A connector's package imports its classes on first use. If the engine is not installed, one sentence says so; the
 package's other modules can be imported and tested without the engine.
@@ -12,8 +12,12 @@ from importlib import import_module
 from typing import Any
 
 from kvstore_client.entry import connect
+from kvstore_client.items import ITEM_STAGING_BYTES, ItemStore
 from kvstore_client.session import Session
 from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
 
 
 def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: str, install: str) -> Any:
@@ -52,6 +56,35 @@ def engine_session(logger: logging.Logger, socket: str, **options: Any) -> Sessi
             session.statistics().last_error,
         )
     return session
+
+
+class CurrentItems:
+    """The store of the items of a model that may change: its session is opened for a fingerprint, and anew for another
+    one. `socket` is the daemon's directory, "" the default. Connecting, and a lookup, take at most `deadline_s`
+    seconds.
+    """
+
+    def __init__(self, socket: str, client_name: str, deadline_s: float) -> None:
+        self._socket, self._client_name, self._deadline_s = socket, client_name, deadline_s
+        self._opened: tuple[Fingerprint, Session | None] | None = None
+
+    def store(self, fingerprint: Fingerprint) -> ItemStore | None:
+        """Return the store of the items of `fingerprint`, or None if the daemon refuses this process."""
+        if self._opened is None or self._opened[0] != fingerprint:
+            self.close()
+            session = engine_session(
+                log, self._socket, fingerprint=fingerprint, client_name=self._client_name,
+                connect_timeout_s=self._deadline_s, staging_bytes=ITEM_STAGING_BYTES,
+            )  # fmt: skip
+            self._opened = fingerprint, session
+        session = self._opened[1]
+        return None if session is None else ItemStore(session, deadline_s=self._deadline_s)
+
+    def close(self) -> None:
+        """End the session with the daemon. A later call opens one anew."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[1] is not None:
+            opened[1].close()
 
 
 class SayOnce:

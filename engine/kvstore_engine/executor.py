@@ -107,7 +107,7 @@ class Executor(StepExecutor):
         self._backend = ggml.backend_cpu_init()
         self.threads = sizes.threads
         self._allocator = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
-        self._graphs: OrderedDict[tuple[int, int], _ReadyGraph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[int, int, bool], _ReadyGraph] = OrderedDict()
         self._reserve(sizes.max_tokens_per_step, min(sizes.max_tokens_per_step, sizes.max_sequences))
 
     @property
@@ -122,15 +122,20 @@ class Executor(StepExecutor):
     def forward(
         self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
     ) -> FloatArray:
-        """Compute a step of `slices` as `StepExecutor.forward` does and return the logits. An executor whose layers do
-        not begin with the first takes hidden states as input, `hidden`, float32 [tokens, width]. One whose layers do
-        not end with the last returns hidden states.
+        """Compute a step of `slices` as `StepExecutor.forward` does and return the logits, or the states if the slices
+        ask for these. An executor whose layers do not begin with the first takes hidden states as input, `hidden`,
+        float32 [tokens, width]. One whose layers do not end with the last returns hidden states.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
         is_last = self.layers.stop == self.config.layers
-        ready = self._graph(len(inputs.tokens), len(inputs.outputs) if is_last else 0)
+        states = {piece.outputs == "states" for piece in slices}
+        if len(states) > 1:
+            raise ValueError("the slices of a step ask for states all or none")
+        ready = self._graph(
+            len(inputs.tokens), len(inputs.outputs) if is_last else 0, states=is_last and True in states
+        )
         self._begin_with(ready, inputs.tokens, hidden)
         self._fill(ready, inputs, slices)
         status = self._ggml.backend_graph_compute(self._backend, ready.graph.graph)
@@ -152,9 +157,9 @@ class Executor(StepExecutor):
                 view.close()
             self._backend = 0
 
-    def _build(self, tokens: int, outputs: int) -> StepGraph:
+    def _build(self, tokens: int, outputs: int, *, states: bool = False) -> StepGraph:
         parts = self.model, self._cache, self._attention, self._products
-        return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs).build()
+        return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs, states=states).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:
         graph = self._build(tokens, outputs)
@@ -163,16 +168,16 @@ class Executor(StepExecutor):
         if not reserved:
             raise RuntimeError(f"cannot reserve compute memory for {tokens} tokens")
 
-    def _graph(self, tokens: int, outputs: int) -> _ReadyGraph:
+    def _graph(self, tokens: int, outputs: int, *, states: bool) -> _ReadyGraph:
         """Return a graph for these counts, cached or new."""
-        key = (tokens, outputs)
+        key = (tokens, outputs, states)
         if ready := self._graphs.get(key):
             self._graphs.move_to_end(key)
             return ready
         if len(self._graphs) >= _MAX_GRAPHS:
             _, oldest = self._graphs.popitem(last=False)
             self._ggml.free(oldest.graph.context)
-        graph = self._build(tokens, outputs)
+        graph = self._build(tokens, outputs, states=states)
         before = self._ggml.gallocr_get_buffer_size(self._allocator, 0)
         if not self._ggml.gallocr_alloc_graph(self._allocator, graph.graph):
             raise RuntimeError(f"cannot allocate compute memory for {tokens} tokens")

@@ -16,7 +16,7 @@ from kvstore_proto.errors import InvalidValue
 from kvstore_proto.identity import HASHES
 from kvstore_proto.number_types import NUMBER_TYPES, number_type
 
-GROUP_KINDS = ("full", "sliding", "latent", "recurrent")
+GROUP_KINDS = ("full", "sliding", "latent", "recurrent", "items")
 MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
 MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
@@ -53,7 +53,8 @@ class LayerGroup:
 
     `kind` says what a resume at a boundary between two blocks needs: "full" (K and V) and "latent" (a compressed pair,
     and what indexes it) every block before it; "sliding" the blocks with the last `window_tokens` - 1 positions before
-    it; "recurrent" the last block alone, whose payload is the state at its end.
+    it; "recurrent" the last block alone, whose payload is the state at its end. The blocks of "items" continue none:
+    each key is made from the root and the block's own tokens, so any of them can be put or leased in one call.
 
     The size of a layer's state is given in one of two ways: `parts` has the size of each part, stored one after the
     other; or, if K and V have one size, `bytes_per_token_per_layer` has the bytes of both. If `heads`,

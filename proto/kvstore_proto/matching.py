@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 
-_MATCHES = {"sliding": pb.MATCH_WINDOW, "recurrent": pb.MATCH_EXACT}
+_MATCHES = {"sliding": pb.MATCH_WINDOW, "recurrent": pb.MATCH_EXACT, "items": pb.MATCH_EXACT}
 _DIGITS = bytes([ord("0"), *[ord("1")] * 255])  # of one base-two digit for each block
 
 
 def match_of(kind: str) -> pb.Match.ValueType:
     """Return the rule by which blocks of a layer group of this `kind` allow a resume, as a `Match` of the wire:
-    MATCH_WINDOW for "sliding", MATCH_EXACT for "recurrent", and MATCH_PREFIX for all other kinds.
+    MATCH_WINDOW for "sliding", MATCH_EXACT for "recurrent" and "items", and MATCH_PREFIX for all other kinds.
     """
     return _MATCHES.get(kind, pb.MATCH_PREFIX)
 

@@ -3,8 +3,9 @@
 Started by `engine_process` and by benchmarks/vllm_ttft.py, with the Python of the vLLM environment. The first line
 describes the engine (`one_process`: scheduler and worker are in this process too); each later one is a request
 `{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has the token ids, what was cached, how it ended, and
-the wall time of the call. Or it is `{"reset_connector": b}`: forget vLLM's own cached blocks. What vLLM prints goes to
-standard error.
+the wall time of the call. A request's `images` are files, one a prompt; `encoded` and `restored` of an answer count
+images since the engine started. Or it is `{"reset_connector": b}`: forget vLLM's own cached blocks. What vLLM prints
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def main() -> None:
                 **transfer,
             }
         )
+    images = {"encoded": 0, "restored": 0}
+    encoder = spec.pop("encoder_transfer", None)
+    if encoder is not None:
+        spec["ec_transfer_config"] = _encoder_transfer(encoder, images)
     llm = LLM(**{"enforce_eager": True, "disable_log_stats": False, **spec})
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
@@ -53,6 +58,9 @@ def main() -> None:
         prompts: list[Any] = [
             {"prompt_token_ids": prompt, **request.get("prompt_fields", {})} for prompt in request["prompts"]
         ]
+        if "images" in request:
+            for prompt, file in zip(prompts, request["images"], strict=True):
+                prompt["multi_modal_data"] = {"image": _image(file)}
         started = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         wall_s = time.perf_counter() - started
@@ -64,11 +72,41 @@ def main() -> None:
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "ttft_s": [_ttft_s(output) for output in outputs],
             "preemptions": _preemptions(llm),
+            **images,
         }
         print(json.dumps(answer), file=answers)
     shut_down = getattr(llm.llm_engine.engine_core, "shutdown", None)
     if shut_down is not None:
         shut_down()
+
+
+def _encoder_transfer(settings: dict[str, Any], images: dict[str, int]) -> Any:
+    """Return vLLM's settings of our connector for encoder outputs, whose calls on the worker's side are counted in
+    `images`, if it runs in this process.
+    """
+    from vllm.config import ECTransferConfig
+
+    from kvstore_connectors.vllm import KVStoreECConnector
+
+    class Counting(KVStoreECConnector):  # type: ignore[misc]  # a class of vLLM's
+        def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+            images["restored"] += len(self._get_connector_metadata().loads.keys() - encoder_cache.keys())
+            super().start_load_caches(encoder_cache, **kwargs)
+
+        def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
+            images["encoded"] += 1
+            super().save_caches(encoder_cache, mm_hash, **kwargs)
+
+    sys.modules[__name__].Counting = Counting  # type: ignore[attr-defined]
+    usual = {"ec_connector": "Counting", "ec_connector_module_path": __name__, "ec_role": "ec_both"}
+    return ECTransferConfig(**{**usual, **settings})
+
+
+def _image(file: str) -> Any:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.convert("RGB")
 
 
 def _logprobs(completion: Any) -> list[float]:

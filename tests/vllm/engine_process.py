@@ -32,6 +32,8 @@ class Answer:
     finish: list[str]
     ttft_s: list[float | None]
     preemptions: int  # of the engine, since it started
+    encoded: int = 0  # images, since it started, if it has our connector for them
+    restored: int = 0
 
 
 class EngineDied(AssertionError):
@@ -40,8 +42,9 @@ class EngineDied(AssertionError):
 
 class EngineProcess:
     """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones;
-    `one_process`: scheduler and worker run in the child itself, which starts in a third of the processor time; and
-    `pool_gib`: of engines on CPUs, 2 by default; with None `kv_cache_memory_bytes` counts.
+    `encoder_transfer`: the same of ECTransferConfig; `one_process`: scheduler and worker run in the child itself, which
+    starts in a third of the processor time; and `pool_gib`: of engines on CPUs, 2 by default; with None
+    `kv_cache_memory_bytes` counts.
     """
 
     def __init__(self, log: Path, *, python: str = sys.executable, **spec: Any) -> None:

@@ -5,8 +5,8 @@
 
 This file holds the names that users import. The parts are `cache` (the object that generate gets), `calls` (hooks on
 the model's calls), `layers` (the memory of K and V), `copies` (blocks to and from that memory, on the host and on a
-device), `restore`, `storer`, `fingerprint`, `self_test`, `sessions`, and `stored_weights` (models in objects of the
-store). This package alone imports torch and transformers (5.14).
+device), `restore`, `storer`, `fingerprint`, `self_test`, `sessions`, `stored_weights` (models in objects of the
+store), and `images` (features of images). This package alone imports torch and transformers (5.14).
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the fi
 
 from kvstore_connectors.transformers.cache import KVStoreCache
 from kvstore_connectors.transformers.fingerprint import model_fingerprint
+from kvstore_connectors.transformers.images import CachedImages
 from kvstore_connectors.transformers.sessions import flush, kvstore_session
 from kvstore_connectors.transformers.stored_weights import load_model, store_model
 from kvstore_connectors.transformers.storer import CacheReport
 
 __all__ = [
-    "CacheReport", "KVStoreCache", "flush", "kvstore_session", "load_model", "model_fingerprint", "store_model",
+    "CacheReport", "CachedImages", "KVStoreCache", "flush", "kvstore_session", "load_model", "model_fingerprint",
+    "store_model",
 ]  # fmt: skip

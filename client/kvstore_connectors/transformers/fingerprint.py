@@ -173,15 +173,39 @@ def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
     """Return a text that names the configuration and the weights of `model`. All weights are hashed, unless `model_id`
     stands for them.
     """
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
-    described = _digest(
-        [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
-    )
+    described = config_digest(model)
     if model_id is not None:
         if not is_watched(model):
             watch(model, by_content=False)
         return f"{ID_PREFIX}{model_id}:{described}"
-    return f"{_weights_digest(model)}:{described}"
+    return f"{weights_digest(model)}:{described}"
+
+
+def config_digest(model: PreTrainedModel) -> str:
+    """Return a digest of the class and the configuration of `model`, as far as its results depend on them."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
+    return _digest(
+        [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
+    )
+
+
+def torch_identity(model: torch.nn.Module, weights: str = "") -> tuple[str, str, str, dict[str, str]]:
+    """Return what the results of a torch `model` depend on beside its input: a digest of its weights, or the name
+    `weights` for them; its dtype; the libraries it runs on; and its modules, the configuration of the Transformers
+    model inside, adapters and the device.
+    """
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    first = next(model.parameters(), torch.empty(0))
+    settings = {
+        "modules": _digest([str(model)]),
+        "config": "" if inner is None else config_digest(inner),
+        "attention": "" if inner is None else str(getattr(inner.config, "_attn_implementation", "")),
+        "adapters": _digest(_adapter_state(model) if inner is None else _adapter_state(model, inner)),
+        "device": first.device.type,
+    }
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
+    library = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return weights or weights_digest(model), "+".join(dtypes), library, settings
 
 
 @dataclass(slots=True)
@@ -195,10 +219,13 @@ class _Hashed:
     digest: str
 
 
-_hashed: WeakKeyDictionary[PreTrainedModel, _Hashed] = WeakKeyDictionary()
+_hashed: WeakKeyDictionary[torch.nn.Module, _Hashed] = WeakKeyDictionary()
 
 
-def _weights_digest(model: PreTrainedModel) -> str:
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return a digest of all parameters and buffers of `model`, which may be a part of a Transformers model or a module
+    around one. They are hashed again only if a weight, its file or an adapter has changed.
+    """
     known = _hashed.get(model)
     adapters = _adapter_state(model, model)
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -233,7 +260,7 @@ def _same(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
     return len(known) == len(tensors) and all(map(operator.is_, known, tensors))
 
 
-def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
+def _bytes_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Any:
     try:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data if flat.numel() else b""
@@ -293,10 +320,10 @@ class _Watched:
     by_content: bool  # any sign of a change has the weights hashed again
 
 
-_watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()
+_watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
 
 
-def watch(model: PreTrainedModel, *, by_content: bool) -> None:
+def watch(model: torch.nn.Module, *, by_content: bool) -> None:
     """Record the present state of the files from which the weights of `model` are mapped, so that `written_file`
     notices later changes. With `by_content` any sign of a change counts, because the contents are compared afterwards.
     Raises KVStoreError(INVALID) if a file is gone and cannot be opened.
@@ -305,11 +332,11 @@ def watch(model: PreTrainedModel, *, by_content: bool) -> None:
     _watched[model] = _Watched(WeightFiles(map(_path_of, _mappings_of(tensors))), by_content)
 
 
-def is_watched(model: PreTrainedModel) -> bool:
+def is_watched(model: torch.nn.Module) -> bool:
     return model in _watched
 
 
-def written_file(model: PreTrainedModel) -> str:
+def written_file(model: torch.nn.Module) -> str:
     """Return the path of a file of the weights of `model` that was written to since `watch`, or "" if there is none."""
     known = _watched.get(model)
     if known is None:

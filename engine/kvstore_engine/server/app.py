@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvstore_engine.restore.record import RECORDS
-from kvstore_engine.server import chat, completions, inquiries
+from kvstore_engine.server import chat, completions, embeddings, inquiries
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
 from kvstore_engine.server.body import BodyRoom, read_fields
 from kvstore_engine.server.keys import KeyOwner
@@ -41,6 +41,7 @@ def application(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", endpoints.answering(completions.plan), methods=["POST"]),
         Route("/v1/chat/completions", endpoints.answering(chat.plan), methods=["POST"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
         Route("/tokenize", endpoints.converting(inquiries.tokenize), methods=["POST"]),
         Route("/detokenize", endpoints.converting(inquiries.detokenize), methods=["POST"]),
         Route("/v1/models", endpoints.models),
@@ -93,6 +94,13 @@ class _Endpoints:
             return Response(text, media_type="application/json")
 
         return convert
+
+    async def embeddings(self, request: Request) -> Response:
+        fields = await self._fields(request)
+        if self._service.is_draining.is_set():
+            raise unavailable("the server is shutting down")
+        value = await embeddings.answer(fields, request.state.caller, self._service)
+        return Response(await asyncio.to_thread(json.dumps, value), media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         return json_response(inquiries.models(self._service))

@@ -81,7 +81,7 @@ async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> Co
 
 
 async def _prompts(value: Any, service: Service) -> list[tuple[str | None, Int32Array]]:
-    many = value if isinstance(value, list) and value and not _is_tokens(value) else [value]
+    many = value if isinstance(value, list) and value and not is_tokens(value) else [value]
     if len(many) > MAX_PROMPTS:
         raise invalid(f"at most {MAX_PROMPTS} prompts at once, got {len(many)}", "prompt")
     return await asyncio.gather(*(_prompt(one, service) for one in many))
@@ -91,7 +91,7 @@ async def _prompt(value: Any, service: Service) -> tuple[str | None, Int32Array]
     if isinstance(value, str):
         check_length(value, service, "prompt")
         return value, await service.model.encode(value, add_special=True, parse_special=True)
-    if _is_tokens(value):
+    if is_tokens(value):
         return None, token_array(value, service, "prompt")
     raise invalid("prompt must be a string, a list of token ids, or a list of either", "prompt")
 
@@ -100,7 +100,7 @@ def _echo(text: str | None, tokens: Int32Array, service: Service) -> str:
     return service.model.tokenizer.decode(tokens.tolist()) if text is None else text
 
 
-def _is_tokens(value: Any) -> bool:
+def is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 

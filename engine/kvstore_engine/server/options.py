@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Literal, Self
 
 from kvstore_engine.devices import CPU
 from kvstore_engine.gguf import FileDigest, FileIdentity, FileWatch, GGUFError, GGUFFile, OpenFile, changed
@@ -60,7 +60,8 @@ class EngineOptions:
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The options of the HTTP process. `api_keys` is the path of a file with keys; without it there is one tenant, and
-    only this machine is served. `drain_s` is the time in seconds that running requests get when the server ends.
+    only this machine is served. `pooling` is how embeddings are made of states, None for what the model's file says.
+    `drain_s` is the time in seconds that running requests get when the server ends.
     """
 
     engine: EngineOptions
@@ -73,6 +74,7 @@ class ServerOptions:
     access_log: bool = True
     max_body_bytes: int = 16 << 20
     max_connections: int = 1024
+    pooling: Literal["mean", "cls", "last"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

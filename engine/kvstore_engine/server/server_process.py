@@ -61,12 +61,14 @@ async def _serve(
 ) -> int:
     from kvstore_engine.server.app import application
     from kvstore_engine.server.connection import HttpListener
+    from kvstore_engine.server.embeddings import Embeddings
     from kvstore_engine.server.engine_client import EngineClient
     from kvstore_engine.server.metrics import Metrics
     from kvstore_engine.server.service import Service
 
     engine = EngineClient(options.engine)
-    service = Service(model, engine, keys, Metrics(), options.max_body_bytes)
+    embeddings = Embeddings(options.engine, file, options.pooling)
+    service = Service(model, engine, keys, Metrics(), options.max_body_bytes, embeddings)
     stopping = asyncio.Event()
     starting, stopped = asyncio.create_task(engine.start(file)), asyncio.create_task(stopping.wait())
     _on_signals(stopping, starting.done)
@@ -87,6 +89,7 @@ async def _serve(
     finally:
         stopped.cancel()
         await engine.close()
+        embeddings.close()
 
 
 def _on_signals(stopping: asyncio.Event, has_started: Callable[[], bool]) -> None:

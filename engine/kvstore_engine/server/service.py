@@ -1,6 +1,7 @@
 """The objects that every endpoint needs: the model as the HTTP process sees it, the engine, the counters.
 
-The module owns the tokenizer and the chat template of one model, and its name for clients. It never loads weights.
+The module owns the tokenizer and the chat template of one model, and its name for clients. It never loads weights:
+`embeddings` does, for what it computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.model.config import ModelConfig
@@ -23,6 +25,9 @@ from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.template import ChatTemplate, TemplateError
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import TokenizerError
+
+if TYPE_CHECKING:
+    from kvstore_engine.server.embeddings import Embeddings
 
 _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to tokenise does so in a thread
 
@@ -120,11 +125,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The objects that the HTTP endpoints of one server share: model, engine connection, keys and metrics."""
+    """The objects that the HTTP endpoints of one server share: model, engine connection, keys, metrics, embeddings."""
 
     model: ServedModel
     engine: EngineClient
     keys: KeyRing
     metrics: Metrics
     max_body_bytes: int
+    embeddings: Embeddings | None = None
     is_draining: asyncio.Event = field(default_factory=asyncio.Event)

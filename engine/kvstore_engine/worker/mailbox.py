@@ -19,7 +19,7 @@ from kvstore_engine.graph.step import SequenceSlice, StepLimits
 
 FloatArray = npt.NDArray[np.float32]
 _OUTPUTS: tuple[Literal["last", "all", "none"], ...] = ("none", "last", "all")
-_CODES = {name: code for code, name in enumerate(_OUTPUTS)}
+_CODES: dict[str, int] = {name: code for code, name in enumerate(_OUTPUTS)}
 _ALIGNMENT_BYTES = 64
 _SLOTS = 2
 _FIELDS = 5  # of a slice: start, tokens, blocks, outputs, pages to read
