@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_cuda.native_build import AVX2, Unit, build_library
 from kvstore_proto.number_types import NUMBER_TYPES
-from kvstore_tiers.codecs import Codec, Encoded, codec_named, context, native
+from kvstore_tiers.codecs import Codec, Encoded, Undecodable, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.codecs.quantised import QuantisedCodec
 from kvstore_tiers.codecs.shapes import ALL_BITS, STATE, PayloadShape, Tensor
@@ -121,6 +121,18 @@ def test_a_layer_that_loses_too_much_is_stored_as_it_is(is_compiled: bool, monke
         True,
         False,
     ]
+
+
+def test_a_table_with_bits_that_nothing_keeps_is_undecodable() -> None:
+    codec, (header, payload, plain) = codec_named("int4"), kv_block(1, kv_shape(2, 64, 3, 64, "f16"))
+    assert isinstance(codec, QuantisedCodec)
+    _, stored, back = _both_ways(codec, (header, payload, plain._replace(bears=bytes((8, 4, 4, ALL_BITS)))))
+    frame = codec.read(memoryview(stored))
+    assert frame.common(memoryview(stored)).tolist() == [8, 4, 4, ALL_BITS] and back != payload.tobytes()
+    spoilt = bytearray(stored)
+    spoilt[frame.common_at] = 5
+    with pytest.raises(Undecodable, match="table of bits"):
+        codec.decode(memoryview(spoilt), memoryview(bytearray(payload.nbytes)))
 
 
 def test_a_thread_does_not_keep_the_memory_for_a_large_state() -> None:

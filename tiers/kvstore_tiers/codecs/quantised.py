@@ -95,7 +95,8 @@ class QuantisedCodec(LayeredCodec):
             )  # fmt: skip
         if copied <= 0:
             return None if copied else [plan.coded_bytes] * count
-        return np.where(as_they_are, shape.layer_bytes, plan.coded_bytes).tolist()
+        lengths: list[int] = np.where(as_they_are, shape.layer_bytes, plan.coded_bytes).tolist()
+        return lengths
 
     def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
         tensors, table = len(frame.shape.tensors), frame.common(stored).tobytes()
