@@ -106,6 +106,22 @@ def test_what_is_restored_is_what_was_computed_to_the_bit(daemon: RunningDaemon,
     assert torch.equal(warm, expected)
 
 
+@pytest.mark.slow
+def test_a_pools_reader_restores_what_its_publisher_stored(model: PreTrainedModel, tmp_path: Path) -> None:
+    config, ids = tmp_path / "kvstored.toml", prompt(100)
+    tenants = "".join(f'[[tenant]]\nname = "{name}"\nsocket = true\n' for name in ("author", "reader"))
+    config.write_text(tenants + '[[tenant]]\nname = "prompts"\npublisher = "author"\nreaders = ["reader"]\n')
+    options = {"required": True, "deadline_s": 20.0, "connect_timeout_s": 30.0, "pool": "prompts"}
+    with running_daemon(config=config) as daemon:
+        with kvstore_session(model, daemon.own_socket("author"), **options) as author:
+            stored(author, model, ids)
+        with kvstore_session(model, daemon.own_socket("reader"), **options) as reader:
+            cache = new_cache(reader, model)
+            model.generate(ids, past_key_values=cache, **ASKED)
+            assert cache.report.restored_tokens == 96 and cache.flush(30)
+            assert reader.tenant == "prompts"
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 200])
 def test_the_answer_is_the_one_without_a_store(session: Session, model: PreTrainedModel, length: int) -> None:
     ids = prompt(length, seed=length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -92,13 +92,13 @@ class Keeping:
         residency, digits = self._residency, wanted.key_prefix
         if digits and len(digits) < MIN_KEY_DIGITS:
             raise KVStoreError(ErrorKind.INVALID, f"a key is its first {MIN_KEY_DIGITS} hex digits or more")
-        parts, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
+        parts: list[npt.NDArray[Any]] = [np.empty(0, np.uint64)]
+        depths: list[npt.NDArray[Any]] = [np.empty(0, np.uint32)]
         async for rows in select_all(residency, self._blocks.selection(wanted)):
             parts.append(tokens_of(residency, rows))
             depths.append(column_of(residency, "depth", rows))
         if not digits:
-            found: Sequence[int] = await asyncio.to_thread(_deepest_first, parts, depths)  # type: ignore[assignment]
-            return found
+            return cast(Sequence[int], await asyncio.to_thread(_deepest_first, parts, depths))
         tokens: list[int] = np.concatenate(parts).tolist()
         if len(tokens) != 1:
             why = f"{len(tokens)} keys begin with it: give more digits" if tokens else "no stored block has such a key"

@@ -1,8 +1,9 @@
 """The work that is under way for each tenant, and what is refused when there is too much of it.
 
 Prefetch is refused first, then puts; a get is refused for nothing but its own tenant's work. A prefetch that has begun
-is not counted: all of them hold a small part of the mapped tier at most (`store/transfer/promote.py`). Who reads a shared pool is
-counted under its own tenant, not the pool's. Invariant: what `begin` has counted is counted until its `end`.
+is not counted: all of them hold a small part of the mapped tier at most (`store/transfer/promote.py`). Who reads a
+shared pool is counted under its own tenant, not the pool's. Invariant: what `begin` has counted is counted until its
+`end`.
 """
 
 from __future__ import annotations
