@@ -35,9 +35,10 @@ from support.daemon import MIB, BenchDaemon, bench_daemon
 from support.object_loads import __file__ as loads
 from support.report import AT_LEAST, AT_MOST, Row, median, parser_of, printed, progress, time_once, within
 
-from kvstore_client.objects.sources import ArraySource, weights_source
+from kvstore_client.objects.sources import ArraySource, gguf_source, weights_source
 from kvstore_client.objects.store import STAGING_BYTES, ObjectStore, open_objects
 from kvstore_client.objects.tables import Table, array_source
+from kvstore_client.testing.daemon import DaemonProcess
 
 RIVALS = Environment(  # beside torch and the rest of this installation's packages
     "loaders",
@@ -45,6 +46,8 @@ RIVALS = Environment(  # beside torch and the rest of this installation's packag
     "runai-model-streamer and fastsafetensors, about 20 MB",
 )
 READ_BYTES, READERS = 16 * MIB, (1, 2, 4)
+COLD_SETTINGS = ("host.staging=256MiB", "host.arena=64MiB", "nvme.slab=64MiB", "host.warm_restart=holder",
+                 "limits.staging_per_client=72MiB")  # fmt: skip
 SETTINGS = ("host.capacity=5GiB", "nvme.capacity=6GiB", "limits.pinned_per_tenant=4GiB")
 
 
@@ -287,9 +290,35 @@ def replaced(bench: Bench) -> list[Row]:
     return [within("stale_weights", stale, f"of {times}", 1e-9)]
 
 
+def cold_start(bench: Bench) -> list[Row]:
+    """An engine's first token after kill -9 of daemon and engine, weights in DRAM, the daemon's start included; against
+    the weights' file, not in the page cache, beside a running daemon."""
+    from support.decode_models import TinyModel, write_model
+
+    layers = 4 if bench.quick else 16
+    shape = TinyModel(
+        layers=layers, width=2048, heads=16, kv_heads=4, head_dim=128, feed_forward=6144, vocabulary=32000,
+        quantisation="bf16",
+    )  # fmt: skip
+    path = write_model(bench.folder / "cold.gguf", shape)
+    started, by_file = [], []
+    with DaemonProcess(*SETTINGS, *COLD_SETTINGS) as daemon:
+        with open_objects(daemon.socket_dir, staging_bytes=STAGING_BYTES) as store, gguf_source(path) as source:
+            store.put("cold", source, durability="none")
+        for _ in range(bench.rounds):
+            forget(path)
+            by_file.append(bench.load("engine", str(path), str(daemon.socket_dir))["seconds"])
+            daemon.kill()
+            ready_s = time_once(daemon.start)
+            stored = f"kvstore:cold?{daemon.socket_dir}"
+            started.append(ready_s + bench.load("engine", stored, str(daemon.socket_dir))["seconds"])
+    return [Row("cold_start", median(started), "s", median(by_file), "the file", AT_MOST, 0.5)]
+
+
 MEASURES: dict[str, Callable[[Bench], list[Row]]] = {
     "gather": gather, "replaced": replaced, "fill": fill, "second_process": second_process,
-    "moe_second_process": moe_second_process, "prefetched": prefetched, "rivals": rivals,
+    "moe_second_process": moe_second_process, "prefetched": prefetched, "cold_start": cold_start,
+    "rivals": rivals,
 }  # fmt: skip
 
 

@@ -72,8 +72,20 @@ def by_put(sockets: str, path: str, name: str) -> tuple[Tensors, object]:
     return by_model(sockets, name)
 
 
+def by_engine(model: str, sockets: str) -> tuple[Tensors, object]:
+    """Open a model as `kvengine generate` does, with a session for its K/V, and answer one token."""
+    from kvstore_engine.batching.request import RequestSettings
+    from kvstore_engine.generation import Prompt
+    from kvstore_engine.loaded_model import LoadOptions, open_model
+
+    with open_model(Path(model), LoadOptions(kvstore=Path(sockets), warm_up=False)) as loaded:
+        loaded.generator.generate(Prompt("the"), RequestSettings(max_tokens=1, ignore_end=True))
+    return {}, None
+
+
 LOADERS: dict[str, Callable[..., tuple[Tensors, object]]] = {
     "runai": by_runai, "fastsafetensors": by_fastsafetensors, "store": by_store, "model": by_model, "put": by_put,
+    "engine": by_engine,
 }  # fmt: skip
 
 
@@ -113,6 +125,11 @@ def warm_imports(loader: str) -> None:
         import runai_model_streamer  # noqa: F401
     elif loader == "fastsafetensors":
         import fastsafetensors  # noqa: F401
+    elif loader == "engine":
+        from kvstore_engine.ggml import load_library
+        from kvstore_engine.loaded_model import open_model  # noqa: F401
+
+        load_library()
     elif loader != "store":
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
