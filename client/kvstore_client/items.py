@@ -131,9 +131,9 @@ class ItemStore:
     def through(
         self, digests: Sequence[bytes], compute: Callable[[list[int]], Sequence[Item]], **kept: Unpack[PutTerms]
     ) -> list[Item]:
-        """Return the item of each digest. Those that are not stored are computed by one call of `compute`, which gets
-        their positions in `digests`, of each digest the first one, and returns their items in order; then they are
-        stored. `kept` says how long, see `PutTerms`. Raises the errors of `compute`.
+        """Return the item of each digest. One call of `compute` computes the items that are not stored: it gets their
+        positions in `digests`, of each digest the first one, and returns the items in order; then they are stored.
+        `kept` says how long, see `PutTerms`. Raises the errors of `compute`.
         """
         found = dict(zip(digests, self.get(digests), strict=True))
         places = {digest: place for place, digest in reversed(list(enumerate(digests))) if found[digest] is None}
@@ -151,8 +151,8 @@ class ItemStore:
         return self._stored(np.concatenate([object_tokens(_name(digest), 1) for digest in digests]))
 
     def put(self, items: Iterable[tuple[bytes, Item]], **kept: Unpack[PutTerms]) -> int:
-        """Store items under their digests, and return how many are stored now, with those that were before. `kept` says
-        how long, see `PutTerms`. A stored item never changes: the first one of a digest stays.
+        """Store items under their digests, and return how many of them are stored now or were before. `kept` says how
+        long, see `PutTerms`. A stored item never changes: the first one of a digest stays.
         """
         alike = defaultdict[int, list[tuple[bytes, Item, ObjectHead]]](list)
         for digest, item in items:

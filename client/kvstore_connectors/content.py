@@ -37,7 +37,7 @@ def content_digest(value: Any) -> bytes | None:
 
 
 def item_of_tensor(tensor: torch.Tensor) -> Item:
-    """Return `tensor` as an item. Its bytes are those of the tensor where that is contiguous and in host memory."""
+    """Return `tensor` as an item, which shows the tensor's bytes if the tensor is contiguous and in host memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return Item(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

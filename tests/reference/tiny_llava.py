@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,19 @@ def _checkpoint_name(name: str) -> str:
     """Return a tensor's name in published checkpoints, which vLLM reads: Transformers 5 has one part less."""
     tower = "vision_tower."
     return name if f"{tower}vision_model" in name else name.replace(tower, f"{tower}vision_model.")
+
+
+def draw(folder: Path, count: int, size: int) -> None:
+    """Write `count` pictures of random pixels to `folder`."""
+    import numpy as np
+    from PIL import Image
+
+    for seed in range(count):
+        pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{seed}.png", "PNG")
+
+
+if __name__ == "__main__":  # for the benchmark: LLaVA's own 576 patches an image
+    SCALE = 6
+    export(Path(sys.argv[1]), scale=SCALE)
+    draw(Path(sys.argv[2]), int(sys.argv[3]), IMAGE_SIZE * SCALE)

@@ -5,7 +5,7 @@
 
 The model's `get_image_features` is replaced while a cache is open. Each image is named by its pixels and by the other
 arguments of the call; the fingerprint covers the model in memory (`torch_identity`), anew at each call. Features that
-are read are equal to the bit to those that were stored; those of another batch may differ from them in the last bits.
+are read are equal to the bit to the stored ones; another batch may compute them with other last bits.
 Calls in another form than one array of images, and results that are more than features, are the model's own, and
 nothing of them is stored: models that flatten their images to patches, such as Qwen's, gain nothing.
 """
@@ -69,7 +69,7 @@ class CachedImages:
         self.close()
 
     def _features(self, pixel_values: Any = None, *rest: Any, **options: Any) -> Any:
-        """Return the features of `pixel_values` [images, ...], computing those of new images by one call."""
+        """Return the features of `pixel_values` [images, ...]. One call computes the features of new images."""
         asked = {name: value for name, value in options.items() if name not in _OF_HOW and value is not None}
         is_plain = isinstance(pixel_values, torch.Tensor) and pixel_values.ndim >= 4 and not rest
         is_plain = is_plain and options.get("return_dict", True) and not any(asked.get(name) for name in _MORE)

@@ -1,4 +1,4 @@
-"""vLLM's connector for encoder outputs: those of images, videos and sounds, restored from kvstored or stored there.
+"""vLLM's connector for encoder outputs (of images, videos and sounds), restored from kvstored or stored there.
 
 vLLM makes one on the scheduler's side and one for each worker. The scheduler names an item by its content where that is
 still there (the processed pixels), else by vLLM's identifier, which holds the model's path. The fingerprint covers the
@@ -37,8 +37,8 @@ _MOST_COPIES_BYTES = 256 << 20  # of items that no step has taken yet
 
 @dataclass
 class EncoderItems(ECConnectorMetadata):
-    """What the workers do in one step: `loads` has the items to put into vLLM's cache, by their identifier, and `saves`
-    the digests under which items that the encoder computes are stored.
+    """The work of the workers in one step: `loads` has the items to put into vLLM's cache, by their identifier, and
+    `saves` the digests under which items that the encoder computes are stored.
     """
 
     loads: dict[str, Item] = field(default_factory=dict)

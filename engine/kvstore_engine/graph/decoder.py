@@ -27,7 +27,7 @@ _F32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """A ggml graph that computes a step of `tokens` rows (tokens) through some layers. It starts from token ids or
-    hidden states, and ends in the logits of `outputs` rows or in hidden states, those of a last layer normed. Its other
+    hidden states, and ends in the logits of `outputs` rows or in hidden states; the last layer's are normed. Its other
     fields are addresses of ggml objects, 0 for objects that this graph does not have.
     """
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.model.config import ModelConfig
@@ -25,9 +28,6 @@ from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.template import ChatTemplate, TemplateError
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import TokenizerError
-
-if TYPE_CHECKING:
-    from kvstore_engine.server.embeddings import Embeddings
 
 _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to tokenise does so in a thread
 
@@ -123,6 +123,12 @@ class ServedModel:
             raise ApiError(400, str(error), param=error.param) from None
 
 
+class Embeds(Protocol):
+    """An object that computes embeddings: see `kvstore_engine.server.embeddings.Embeddings`."""
+
+    async def vectors(self, inputs: Sequence[Int32Array], tenant: str, context: int) -> npt.NDArray[np.float32]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """The objects that the HTTP endpoints of one server share: model, engine connection, keys, metrics, embeddings."""
@@ -132,5 +138,5 @@ class Service:
     keys: KeyRing
     metrics: Metrics
     max_body_bytes: int
-    embeddings: Embeddings | None = None
+    embeddings: Embeds | None = None
     is_draining: asyncio.Event = field(default_factory=asyncio.Event)
