@@ -73,6 +73,13 @@ def test_the_suite_finds_a_mistake(mistake: str, case: str) -> None:
         assert mistake in {"fails_with_the_store", "requires_the_store"}, "it failed for another reason"
 
 
+def test_a_deadline_that_passes_on_a_busy_machine_is_no_mistake() -> None:
+    class Suite(ConnectorContract):
+        engine = f"{FLAWED}:misses_every_other"
+
+    Suite().test_an_engine_that_dies_with_a_lease_leaves_nothing_behind()
+
+
 def test_an_engine_that_hangs_or_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = EngineSetting(None)
     hangs = EngineProcess(TestMockEngine.engine, setting)

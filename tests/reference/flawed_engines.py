@@ -66,6 +66,16 @@ class RestoresNothing(MockEngine):
         return 0
 
 
+class MissesEveryOther(MockEngine):
+    """Passes its deadline at every other prompt, which is no mistake: a busy machine does that to any connector."""
+
+    prompts = 0
+
+    def _load(self, table: list[int], tokens: Sequence[int]) -> int:
+        self.prompts += 1
+        return 0 if self.prompts % 2 else super()._load(table, tokens)
+
+
 class FailsWithTheStore(MockEngine):
     """Treats a put that found no room, or no daemon, as an error."""
 
@@ -148,6 +158,7 @@ keeps_leases = partial(_open, KeepsLeases)
 takes_the_last_token = partial(_open, TakesTheLastToken)
 stores_too_early = partial(_open, StoresTooEarly)
 restores_nothing = partial(_open, RestoresNothing)
+misses_every_other = partial(_open, MissesEveryOther)
 fails_with_the_store = partial(_open, FailsWithTheStore)
 half_an_answer = partial(_open, HalfAnAnswer)
 takes_what_one_group_has = partial(_open, TakesWhatOneGroupHas)

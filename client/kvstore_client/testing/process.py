@@ -58,9 +58,12 @@ class EngineProcess:
         self._connection.send(("pause_at", point))
         self._expect("armed", PATIENCE_S)
 
-    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int]) -> None:
+    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int]) -> bool:
         self._connection.send((operation, list(map(int, tokens))))
-        self._expect("reached", PATIENCE_S)
+        kind, value = self._answer(PATIENCE_S)
+        if kind not in ("reached", "done"):
+            raise EngineFailed(f"expected 'reached', the engine sent {kind!r}: {value!r}")
+        return kind == "reached"
 
     def go_on(self) -> PromptResult | None:
         self._connection.send(("go_on", None))
@@ -95,7 +98,14 @@ class EngineProcess:
         return self._expect("done", PATIENCE_S)
 
     def _expect(self, wanted: str, timeout_s: float) -> Any:
-        """Return the child's next message, which must be of the kind `wanted`."""
+        """Return the value of the child's next message, which must be of the kind `wanted`."""
+        kind, value = self._answer(timeout_s)
+        if kind != wanted:
+            raise EngineFailed(f"expected {wanted!r}, the engine sent {kind!r}")
+        return value
+
+    def _answer(self, timeout_s: float) -> tuple[str, Any]:
+        """Return the kind and the value of the child's next message, which must come within `timeout_s` seconds."""
         try:
             if not self._connection.poll(timeout_s):
                 self.kill()
@@ -106,7 +116,4 @@ class EngineProcess:
             raise EngineFailed(f"the engine's process ended by itself ({self._child.returncode})") from None
         if kind == "raised":
             raise EngineFailed(f"the engine raised:\n{value}")
-        if kind != wanted:
-            never = f"; the operation ended without passing the point: {value!r}" if wanted == "reached" else ""
-            raise EngineFailed(f"expected {wanted!r}, the engine sent {kind!r}{never}")
-        return value
+        return kind, value

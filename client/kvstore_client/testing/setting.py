@@ -67,9 +67,9 @@ class EngineUnderTest(Protocol):
         be done.
         """
 
-    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> None:
-        """Start to store or restore the prompt `tokens`, and return once the engine has reached the point of
-        `pause_at`.
+    def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> bool:
+        """Start to store or restore the prompt `tokens`. Return True once the engine has reached the point of
+        `pause_at`, and False if the operation ended without passing it.
         """
 
     def go_on(self) -> PromptResult | None:
