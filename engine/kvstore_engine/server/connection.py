@@ -159,7 +159,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         previous = self.cycle
         super().on_headers_complete()
-        self.scope.setdefault("extensions", {})[DIRECT] = DirectWriter(self.cycle)
+        scope: Any = self.cycle.scope
+        scope.setdefault("extensions", {})[DIRECT] = DirectWriter(self.cycle)
         if self.pipeline and len(self.pipeline) <= _MOST_PIPELINED:
             self._earlier = [cycle for cycle in [*self._earlier, previous] if not cycle.response_complete]
             self.flow.resume_reading()  # else the client's end would not be seen

@@ -61,8 +61,8 @@ class EventQueue:
         self._write = write
 
     def put(self, item: _Item) -> None:
-        is_next = self._write is not None and self._is_awaited and self._queue.empty() and isinstance(item, list)
-        if not (is_next and self._write(item)):
+        is_next = self._is_awaited and self._queue.empty()
+        if self._write is None or not is_next or not isinstance(item, list) or not self._write(item):
             self._queue.put_nowait(item)
 
     def abandon(self) -> None:
