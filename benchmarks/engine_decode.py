@@ -7,20 +7,32 @@ process of its own, in turns; a figure is the median of its turns. On both sides
 does by default. `core_wait` is the share of the time that threads were ready but had no core: over some 0.05 the
 machine was not quiet and the ratios say little.
 
+`decode_16_of_bound` compares with what the memory allows: a step reads all weights and the K and V of every sequence
+once. Its side has every instruction of this processor, and the bound is the bytes of a step over the speed at which
+the same number of threads reads as many bytes in the same run.
+
     python benchmarks/engine_decode.py [--json] [--quick]
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 from support.engine import THREADS, comparable, model_path, quantisations
 from support.report import AT_LEAST, Row, main, progress
 
 from kvstore_engine.bench.against import DEFAULT, OURS, decode_speeds, decoders
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.pool import kv_row_bytes
 
 TARGETS = {1: 1.1, 4: 1.3, 8: 1.4, 16: 1.6}
 PROMPT_TOKENS = 256
+OF_BOUND = 0.7
 
 
 def measure(quick: bool) -> list[Row]:
@@ -36,7 +48,46 @@ def measure(quick: bool) -> list[Row]:
                 rows.append(Row(f"{name}_default", ours, "tokens/s", speeds.per_s[DEFAULT], "llama.cpp, default"))
                 waits = ", ".join(f"{side} {share:.2f}" for side, share in speeds.core_wait.items())
                 progress(f"{name}: ours {ours:.0f}, best {speeds.best:.0f} tokens/s; core_wait {waits}")
+        rows.append(_of_bound(quantisation, steps=24 if quick else 48, rounds=1 if quick else 3))
     return rows
+
+
+def _of_bound(quantisation: str, steps: int, rounds: int) -> Row:
+    """Return the row of the largest batch against the speed of the memory."""
+    model, count = model_path(quantisation), max(TARGETS)
+    step_bytes = bytes_of_step(model, count, PROMPT_TOKENS + steps // 2)
+    before = read_bytes_per_s(step_bytes, THREADS)
+    with decoders(model, THREADS, {}) as sides:
+        ours = {OURS: sides[OURS]}
+        speeds = decode_speeds(ours, count, prompt_tokens=PROMPT_TOKENS, steps=steps, rounds=rounds)
+    per_s = max(before, read_bytes_per_s(step_bytes, THREADS))
+    progress(f"{quantisation}: {step_bytes / 1e6:.0f} MB a step, read at {per_s / 1e9:.1f} GB/s")
+    name, bound = f"{quantisation}_decode_{count}_of_bound", count * per_s / step_bytes
+    return Row(name, speeds.per_s[OURS], "tokens/s", bound, "weights, K and V read once a step", AT_LEAST, OF_BOUND)
+
+
+def bytes_of_step(model: Path, sequences: int, context: int) -> int:
+    """Return the bytes that one decode step of `sequences` sequences of `context` tokens has to read: every matrix once
+    (of a separate table of embeddings only some rows), and the K and V of all tokens, in f16.
+    """
+    with GGUFFile.open(model) as file:
+        config = ModelConfig.from_gguf(file)
+        weights = sum(tensor.nbytes for tensor in file.tensors.values())
+        if "output.weight" in file.tensors:
+            weights -= file.tensors["token_embd.weight"].nbytes
+    return weights + sequences * context * config.layers * 2 * kv_row_bytes(config, "f16")
+
+
+def read_bytes_per_s(nbytes: int, threads: int) -> float:
+    """Return the bytes a second at which `threads` threads read `nbytes` bytes of memory, the best of a few times."""
+    parts = np.array_split(np.ones(nbytes // 8, np.uint64), threads)
+    best_s = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(9):
+            begin = time.perf_counter()
+            list(pool.map(np.bitwise_or.reduce, parts))
+            best_s = min(best_s, time.perf_counter() - begin)
+    return nbytes / best_s
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ SUITE = (
     "engine_decode",
 )  # fmt: skip
 OF_ENGINE = ("ttft_restore", "degraded", "vs_llama_server", "engine_decode")
-ALWAYS_QUICK = ("engine_decode",)
+ALWAYS_QUICK = ("engine_decode", "vs_llama_server")
 
 
 def _lacks(name: str) -> str:

@@ -21,8 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine_server import llama_rows
 from support.daemon import bench_daemon
-from support.engine import MODEL
+from support.engine import MODEL, quantisations
 from support.report import AT_LEAST, Row, main, median, progress
 from ttft_restore import QUESTIONS, prompt_text
 
@@ -49,7 +50,8 @@ def measure(quick: bool) -> list[Row]:
             times[name] = found
             seen = ", ".join(f"{what} {median(seconds) * 1e3:.0f} ms" for what, seconds in found.items())
             progress(f"{name}: {seen}")
-    return [_row(times, what) for what in ("cold", "returning", "restarted")]
+    rows = [_row(times, what) for what in ("cold", "returning", "restarted")]
+    return rows + llama_rows(quantisations(quick=True)[0], quick)
 
 
 def _row(times: dict[str, dict[str, list[float]]], what: str) -> Row:

@@ -36,6 +36,10 @@ _LEAST_HINT_S = 1.0  # a shorter wait is no hint to the daemon
 _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
+def _keep(events: list[Event]) -> None:
+    """Publish nothing: the caller of `step` reads what it returns."""
+
+
 class BatchEngine:
     """An inference engine that answers many requests at once, one step of `compute` after another. `sessions(tenant)`
     returns the tenant's session with the daemon, or None. `copies` moves blocks between sessions and the pool; by
@@ -136,10 +140,11 @@ class BatchEngine:
         for sequence in self._run_queue.of(request_id):
             self._pending += self._outputs.end_request(sequence, "cancelled")
 
-    def step(self) -> list[Event]:
+    def step(self, publish: Callable[[list[Event]], None] = _keep) -> list[Event]:
         """Compute one step of all running sequences and return its events, such as new tokens and ended answers. The
         step also admits waiting sequences, restores blocks from the daemon and stores new ones. If nothing can be
-        computed yet, it waits for the daemon for at most about 50 ms.
+        computed yet, it waits for the daemon for at most about 50 ms. `publish` gets the events as soon as the tokens
+        are chosen: who shows them can begin while the rest of the step is done.
         """
         begin = self._clock()
         self.storer.settle(0.0)
@@ -149,6 +154,7 @@ class BatchEngine:
         batch = self.scheduler.next_batch()
         events, self._pending = self._pending, []
         if not batch.parts:
+            publish(events)
             self._idle(events)
             return events
         failure: StepFailed | None = None
@@ -168,15 +174,19 @@ class BatchEngine:
             self.scheduler.planner.release_borrowed(batch)
         if failure is not None:
             blamed = [batch.parts[index].sequence for index in failure.slices]
-            return events + [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
+            events += [end for one in blamed for end in self._outputs.end_request(one, "failed", str(failure))]
+            publish(events)
+            return events
         is_sound, ended = self.restorer.settle()
         self._note_restored(ended)
         if not is_sound:  # it read blocks that have not come: the next one computes them
+            publish(events)
             return events
+        events += self._outputs.apply(batch, logits, whole)
+        publish(events)
         if not ended:  # else it waited for copies too, and says little about computing
             self.scheduler.observe(batch, compute_s, beside_loading=beside_loading)
         self.restorer.stepped(batch, computing, compute_s)
-        events += self._outputs.apply(batch, logits, whole)
         self._store(batch)
         self._steps += 1
         self.scheduler.tidy(self._steps)

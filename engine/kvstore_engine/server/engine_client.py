@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from kvstore_engine.batching.events import Event, Finished
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileDigest, OpenFile
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable
-from kvstore_engine.server.messages import LENGTHS, Ask, Failure, Header, encode, lengths, pack_tokens, unpack_events
+from kvstore_engine.server.messages import Ask, Failure, FrameBuffer, Header, encode, pack_tokens, unpack_events
 from kvstore_engine.server.options import EngineOptions, HandedFile
 
 State = Literal["starting", "ready", "restarting", "stopped", "closed"]
@@ -41,18 +40,30 @@ _log = logging.getLogger(__name__)
 
 
 class EventQueue:
-    """A queue of the engine's events for one HTTP response. An entry is the list of events of one engine step."""
+    """A queue of the engine's events for one HTTP response. An entry is the list of events of a step, or of several
+    steps that arrived together.
+    """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self._is_awaited = False
+        self._write: Callable[[list[Event]], bool] | None = None
 
     @property
     def is_behind(self) -> bool:
         """True if many steps wait in the queue, which means that the client does not read."""
         return self._queue.qsize() >= _MOST_BEHIND
 
+    def write_with(self, write: Callable[[list[Event]], bool]) -> None:
+        """Let `write` take each step that arrives while `next` waits, which spares a task's turn for every token. It
+        returns False for a step that has to go through the queue.
+        """
+        self._write = write
+
     def put(self, item: _Item) -> None:
-        self._queue.put_nowait(item)
+        is_next = self._is_awaited and self._queue.empty()
+        if self._write is None or not is_next or not isinstance(item, list) or not self._write(item):
+            self._queue.put_nowait(item)
 
     def abandon(self) -> None:
         """Drop all events because the client has left. `next` then returns None."""
@@ -63,8 +74,46 @@ class EventQueue:
         """Wait for the events of one engine step and return them. Return None once the client has left. Raises ApiError
         if the request has failed.
         """
-        item = await self._queue.get()
+        self._is_awaited = True
+        try:
+            item = await self._queue.get()
+        finally:
+            self._is_awaited = False
         if isinstance(item, ApiError):
+            raise item
+        return item
+
+
+class _Frames(asyncio.Protocol):
+    """The scheduler's messages. `deliver` gets the events of all steps that have arrived; all other messages, and the
+    errors of `deliver`, wait for `next`.
+    """
+
+    def __init__(self, deliver: Callable[[list[Event]], None]) -> None:
+        self._deliver = deliver
+        self._buffer = FrameBuffer()
+        self._others: asyncio.Queue[Header | Exception | None] = asyncio.Queue()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            events: list[Event] = []
+            for header, _ in self._buffer.feed(data):
+                if "events" in header:
+                    events += unpack_events(header)
+                else:
+                    self._others.put_nowait(header)
+            if events:
+                self._deliver(events)
+        except Exception as error:  # of any kind: who reads `next` ends the connection
+            self._others.put_nowait(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.put_nowait(None)
+
+    async def next(self) -> Header | None:
+        """Wait for the next message that has no events, and return its header; None at the end."""
+        item = await self._others.get()
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -84,8 +133,8 @@ class EngineClient:
         self._digest: FileDigest | None = None  # of the file, from the first child on
         self.worker: dict[str, Any] = {}
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._frames: _Frames | None = None
+        self._writer: asyncio.WriteTransport | None = None
         self._waiting: dict[str, EventQueue] = {}
         self._statuses: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
@@ -184,7 +233,8 @@ class EngineClient:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), model.descriptor],
             )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        loop = asyncio.get_running_loop()
+        self._writer, self._frames = await loop.create_connection(lambda: _Frames(self._deliver), sock=ours)
         while self.state != "ready":
             header = await self._receive()
             if header is None:
@@ -243,20 +293,12 @@ class EngineClient:
         return True
 
     async def _receive(self) -> Header | None:
-        """Return one frame's header; None at the end."""
-        assert self._reader is not None
-        try:
-            header, blob = lengths(await self._reader.readexactly(LENGTHS.size))
-            raw = await self._reader.readexactly(header + blob)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-        frame: Header = json.loads(raw[:header])
-        return frame
+        """Return the header of the scheduler's next message without events; None at the end."""
+        assert self._frames is not None
+        return await self._frames.next()
 
     def _handle(self, header: Header) -> None:
-        if "events" in header:
-            self._deliver(unpack_events(header))
-        elif "refused" in header:
+        if "refused" in header:
             queue = self._waiting.pop(header["refused"], None)
             if queue is not None:
                 queue.put(_refusal(header))
@@ -303,7 +345,7 @@ class EngineClient:
         """End the child, and return when it has ended. `patiently`: it may first store the blocks it still holds."""
         if self._writer is not None:
             self._writer.close()
-            self._writer = self._reader = None
+            self._writer = self._frames = None
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return

@@ -122,8 +122,10 @@ class EngineLoop:
 
     def _step(self, serving: Serving) -> None:
         begin_s = time.monotonic()
-        events = serving.engine.step()
+        events = serving.engine.step(self._publish)
         self._counters.count(time.monotonic() - begin_s, events)
+
+    def _publish(self, events: Sequence[Event]) -> None:
         for header in events_headers(events):
             self.send(header)
 

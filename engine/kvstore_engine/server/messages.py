@@ -70,7 +70,7 @@ class FrameReader:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._buffer = bytearray()
+        self._frames = FrameBuffer()
 
     def receive(self) -> list[tuple[Header, bytes]]:
         """Read once from the socket, waiting if it is empty. Return the messages that are now complete, as pairs of
@@ -79,6 +79,19 @@ class FrameReader:
         chunk = self._socket.recv(_READ_BYTES)
         if not chunk:
             raise EOFError
+        return self._frames.feed(chunk)
+
+
+class FrameBuffer:
+    """The bytes that have arrived from the other process and are no whole message yet."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> list[tuple[Header, bytes]]:
+        """Add `chunk`, the next bytes. Return the messages that are now complete, as pairs of header and raw bytes.
+        Raises BrokenFrame for a message that is too long, ValueError for a header that is no JSON.
+        """
         self._buffer += chunk
         frames = []
         while (frame := self._next()) is not None:

@@ -6,6 +6,7 @@ serves one HTTP request: it takes each choice's events and keeps the parts that 
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -21,7 +22,14 @@ from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 Json = dict[str, Any]
+_compact = json.JSONEncoder(separators=(",", ":")).encode  # kept: json.dumps makes one a call
+_MARK = "\0text"  # stands for a text that follows
 _FLOOR = -9999.0  # of a log probability: JSON has no infinity
+
+
+def server_sent(value: Json) -> bytes:
+    """Return `value` as a server-sent event."""
+    return f"data: {_compact(value)}\n\n".encode()
 
 
 class UnseenMarks:
@@ -69,6 +77,7 @@ class Renderer(ABC):
         self.with_logprobs = with_logprobs
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
@@ -85,6 +94,24 @@ class Renderer(ABC):
     @abstractmethod
     def choice(self, index: int) -> Json:
         """Return the JSON of the whole answer number `index`, which has ended."""
+
+    @abstractmethod
+    def text_piece(self, index: int, text: str) -> Json:
+        """Return the JSON piece of a stream with `text`, which is not empty, of answer number `index`."""
+
+    def stream(self, index: int, event: Event) -> bytes:
+        """Return what `event` adds to answer number `index` as server-sent events, and remember it as `chunks` does."""
+        return b"".join(server_sent(self.chunk([choice])) for choice in self.chunks(index, event))
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """Return the server-sent event with `text_piece(index, text)`. All but the text is written once."""
+        if index not in self._around:
+            before, _, after = server_sent(self.chunk([self.text_piece(index, _MARK)])).rpartition(
+                _compact(_MARK).encode()
+            )
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + _compact(text).encode() + after if text else b""
 
     def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
@@ -137,6 +164,15 @@ class CompletionRenderer(Renderer):
             choice.offsets.append(choice.echoed + choice.places.place(event.token))
             logprobs = completion_entries(self.model.tokenizer, [event], choice.offsets[-1:])
         return [self._piece(index, event.text, logprobs, None)] if event.text or logprobs else []
+
+    def stream(self, index: int, event: Event) -> bytes:
+        if self.with_logprobs or isinstance(event, Finished):
+            return super().stream(index, event)
+        self._choices[index].pieces.append(event.text)
+        return self.text_event(index, event.text)
+
+    def text_piece(self, index: int, text: str) -> Json:
+        return self._piece(index, text, None, None)
 
     def choice(self, index: int) -> Json:
         choice, logprobs = self._choices[index], None
@@ -208,6 +244,16 @@ class ChatRenderer(Renderer):
             message.reason = "tool_calls" if message.calls and reason == "stop" else reason
             chunks.append(self._delta(index, {}, None, message.reason))
         return chunks
+
+    def stream(self, index: int, event: Event) -> bytes:
+        message = self._messages[index]
+        if self.with_logprobs or message.reader is not None or isinstance(event, Finished):
+            return super().stream(index, event)
+        message.content.append(event.text)
+        return self.text_event(index, event.text)
+
+    def text_piece(self, index: int, text: str) -> Json:
+        return self._delta(index, {"content": text}, None, None)
 
     def choice(self, index: int) -> Json:
         message = self._messages[index]

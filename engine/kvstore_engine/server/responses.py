@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.requests import ClientDisconnect
@@ -19,8 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvstore_engine.batching.events import Event, Finished, Usage
 from kvstore_engine.server.api_errors import ApiError, failed, unavailable
+from kvstore_engine.server.connection import DIRECT, DirectWriter
 from kvstore_engine.server.messages import Ask
-from kvstore_engine.server.renderers import Json, Renderer
+from kvstore_engine.server.renderers import Renderer, server_sent
 from kvstore_engine.server.service import Service
 
 Step: TypeAlias = list[tuple[int, Event]]
@@ -29,7 +31,6 @@ _STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # a proxy that collects a stream makes one long wait of it
 }
-_compact = json.JSONEncoder(separators=(",", ":")).encode  # kept: json.dumps makes one a call
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -54,6 +55,23 @@ class Answers:
         self._left = {ask.id: ask.n for ask in asks}
         self.usage: list[Usage] = [Usage()] * self.count
         self._leaders = frozenset(self._first.values())
+
+    def write_with(self, write: Callable[[Step], bool]) -> None:
+        """Let `write` take each step that arrives while `events_by_step` waits. It returns False for a step that
+        `events_by_step` has to yield. Steps in which an answer ends are always yielded.
+        """
+
+        def placed(events: list[Event]) -> bool:
+            if any(isinstance(event, Finished) for event in events):
+                return False
+            try:
+                return write([(self._first[event.request_id] + event.index, event) for event in events])
+            except Exception:
+                _log.exception("an answer could not be streamed")
+                self._events.put(_broken())
+                return True
+
+        self._events.write_with(placed)
 
     async def events_by_step(self) -> AsyncGenerator[Step]:
         """Yield for each engine step a list of its events, as pairs of answer number and event, until all answers have
@@ -151,22 +169,40 @@ async def stream_response(renderer: Renderer, answers: Answers, *, include_usage
     """
     steps = answers.events_by_step()
     first = await anext(steps)
-    return ServerSentEvents(steps, _events(renderer, answers, first, steps, include_usage))
+
+    def write(writer: DirectWriter, step: Step) -> bool:
+        if not writer.is_ready:
+            return False
+        if body := _chunks(renderer, step):
+            writer.write(body)
+        return True
+
+    events = _events(renderer, answers, first, steps, include_usage)
+    return ServerSentEvents(steps, events, lambda writer: answers.write_with(partial(write, writer)))
 
 
 class ServerSentEvents(StreamingResponse):
     """A streaming HTTP response that sends the texts `events`. When it ends or is interrupted, it closes `steps`, the
-    generator of the engine's events behind them, which cancels the request in the engine.
+    generator of the engine's events behind them, which cancels the request in the engine. `write_with` gets the
+    connection's `DirectWriter`, if it has one.
     """
 
-    def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[bytes]) -> None:
+    def __init__(
+        self,
+        steps: AsyncGenerator[Step],
+        events: AsyncGenerator[bytes],
+        write_with: Callable[[DirectWriter], None] = lambda writer: None,
+    ) -> None:
         super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
-        self._steps = steps
+        self._steps, self._write_with = steps, write_with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. If the client leaves or reads too slowly, the body gets no end, so that the cut answer does
         not look complete.
         """
+        writer = scope.get("extensions", {}).get(DIRECT)
+        if writer is not None:
+            self._write_with(writer)
         async with contextlib.aclosing(self._steps):
             with contextlib.suppress(ClientDisconnect):
                 await self.stream_response(send)
@@ -178,24 +214,23 @@ async def _events(
     """Yield the stream's events. The status is sent already, so errors are reported in the stream itself."""
     try:
         openings = [choice for index in range(answers.count) if (choice := renderer.opening(index))]
-        yield b"".join(_event(renderer.chunk([choice])) for choice in openings) + _chunks(renderer, first)
+        yield b"".join(server_sent(renderer.chunk([choice])) for choice in openings) + _chunks(renderer, first)
         async for step in steps:
             if body := _chunks(renderer, step):
                 yield body
-        yield (_event(renderer.chunk([], answers.total_usage())) if include_usage else b"") + _DONE
+        yield (server_sent(renderer.chunk([], answers.total_usage())) if include_usage else b"") + _DONE
     except ClientDisconnect:
         raise
     except ApiError as error:
-        yield _event(error.body()) + _DONE
+        yield server_sent(error.body()) + _DONE
     except Exception:
         _log.exception("an answer could not be streamed")
-        yield _event(failed("an error in the server: its log says more").body()) + _DONE
+        yield server_sent(_broken().body()) + _DONE
+
+
+def _broken() -> ApiError:
+    return failed("an error in the server: its log says more")
 
 
 def _chunks(renderer: Renderer, step: Step) -> bytes:
-    pieces = (choice for index, event in step for choice in renderer.chunks(index, event))
-    return b"".join(_event(renderer.chunk([choice])) for choice in pieces)
-
-
-def _event(value: Json) -> bytes:
-    return f"data: {_compact(value)}\n\n".encode()
+    return b"".join([renderer.stream(index, event) for index, event in step])
