@@ -47,7 +47,7 @@ import xxhash
 ALIGNMENT_BYTES = 4096
 DEVICE_ARENAS = 1 << 31  # numbers of arenas from here on name chunks of device memory
 HEADER_BYTES = 4096
-TOKEN_COUNT_OFFSET, ERROR_OFFSET = 108, 148
+TOKEN_COUNT_OFFSET, CHECKSUM_OFFSET, ERROR_OFFSET = 108, 128, 148
 TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 SEALED = 0x100  # in the number of a codec: token ids, keys and stored bytes are encrypted
@@ -131,6 +131,15 @@ class BlockHeader:
 
     def pack(self) -> bytes:
         """Return the header as 4096 bytes, with its checksum. Raises ValueError for a field of a wrong size."""
+        raw = bytearray(HEADER_BYTES)
+        self.pack_into(raw, 0)
+        _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
+        return bytes(raw)
+
+    def pack_into(self, raw: bytearray, at: int, generation: int | None = None) -> None:
+        """Write the header, with the slot generation `generation` if it is given, to the 4096 zeros at `at` of `raw`.
+        The header's checksum stays zero. Raises ValueError for a field of a wrong size.
+        """
         if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
             raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
         if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
@@ -138,16 +147,14 @@ class BlockHeader:
         if len(self.fingerprint) != 32:
             raise ValueError("the fingerprint digest is 32 bytes")
         codec, stored_bytes, stored_checksum = self.coded or (0, self.payload_bytes, self.checksum)
-        raw = bytearray(HEADER_BYTES)
         _FIXED.pack_into(
-            raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
-            self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
+            raw, at, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
+            self.group, codec, len(self.tokens) // 4, self.payload_bytes,
+            self.generation if generation is None else generation, self.checksum,
             self.created_ns, self.depth, self.error, 0, stored_bytes, stored_checksum, self.kept,
         )  # fmt: skip
-        raw[SEAL_OFFSET : SEAL_OFFSET + len(self.seal)] = self.seal
-        raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
-        _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
-        return bytes(raw)
+        raw[at + SEAL_OFFSET : at + SEAL_OFFSET + len(self.seal)] = self.seal
+        raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + len(self.tokens)] = self.tokens
 
     def stamped(self, generation: int, checksum: int) -> BlockHeader:
         """Return a copy of this header with the slot generation `generation` and the payload checksum `checksum`."""

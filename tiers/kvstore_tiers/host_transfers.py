@@ -8,10 +8,14 @@ last; damaged bytes raise nothing, the outcome says so.
 
 from __future__ import annotations
 
+import ctypes as ct
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from struct import Struct
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
+from kvstore_proto.arena import CHECKSUM_OFFSET, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, require_fits
@@ -69,8 +73,7 @@ class ImageCopies:
             if isinstance(header, str):
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
             place, nbytes = target.address + HEADER_BYTES, header.stored_bytes
-            gather(place, [source.part(HEADER_BYTES, nbytes)])
-            if checksum_at(place, nbytes) != header.stored_checksum:
+            if gather_and_checksum(place, [source.part(HEADER_BYTES, nbytes)], nbytes) != header.stored_checksum:
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=false_checksum(header)))
             return count.wrote(Outcome(OutcomeKind.DONE, stamp_header(target, header), nbytes))
 
@@ -92,10 +95,61 @@ class ImageCopies:
             return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
 
 
+_WORD = 8
+_CHECKSUM = Struct("<Q")
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
 IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+
+
+class ImageBatch(TransferBatch):
+    """A batch of stores (`writes`, into the slots' memory `targets`) that compiled code does: `parts` threads together,
+    each in one call without the GIL. `stored` is called with the slots and outcomes before `done` is.
+    """
+
+    def __init__(
+        self,
+        library: ct.CDLL,
+        writes: Sequence[Write],
+        targets: Sequence[Segment],
+        parts: int,
+        stored: Callable[[Sequence[Slot], Sequence[Outcome]], None],
+        done: Callable[[Sequence[Outcome]], None],
+    ) -> None:
+        super().__init__([], parts, done)
+        self._library, self._writes, self._stored = library, writes, stored
+        self._headers = bytearray(HEADER_BYTES * len(writes))
+        for at, (slot, header, _) in enumerate(writes):
+            header.pack_into(self._headers, HEADER_BYTES * at, slot.generation)
+        # How many have been taken; where each goes, comes from, its size.
+        self._table = array("Q", [0])
+        self._table.extend([target.address for target in targets])
+        self._table.extend([segments[0].address for _, _, segments in writes])
+        self._table.extend([header.payload_bytes for _, header, _ in writes])
+
+    @staticmethod
+    def takes(header: BlockHeader, segments: Sequence[Segment]) -> bool:
+        """Return whether compiled code can store a block with this header and payload."""
+        is_plain = header.coded is None and not header.checksum
+        return is_plain and len(segments) == 1 and header.payload_bytes >= HASHED_MIN_BYTES
+
+    def run(self) -> None:
+        count, table, headers = len(self._writes), self._table.buffer_info()[0], ct.c_char.from_buffer(self._headers)
+        places = [table + _WORD * (1 + column * count) for column in range(3)]
+        self._library.kv_store_images(table, count, *places, ct.addressof(headers))
+        self.end_part()
+
+    def _ended(self) -> Sequence[Outcome]:
+        if not self._table[0]:  # no thread has run
+            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(self._writes)
+        outcomes = []
+        for at, (slot, header, _) in enumerate(self._writes):
+            (checksum,) = _CHECKSUM.unpack_from(self._headers, HEADER_BYTES * at + CHECKSUM_OFFSET)
+            stamped = header.stamped(slot.generation, checksum)
+            outcomes.append(Outcome(OutcomeKind.DONE, stamped, header.payload_bytes))
+        self._stored([slot for slot, _, _ in self._writes], outcomes)
+        return outcomes
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
@@ -113,6 +167,7 @@ class HostTransfers:
         self, name: str, copy_threads: int, counters: TransferCounters, arena_of: Callable[[Slot], Arena]
     ) -> None:
         self._arena_of = arena_of
+        self._counters = counters
         self._copies = ImageCopies(counters)
         self._threads = ResidentThreads(name, copy_threads)
 
@@ -125,22 +180,41 @@ class HostTransfers:
         """Store each block of `writes` (slot, header, segments). `done` is called once with the outcomes in the order
         of `writes`. A small batch is stored before this returns.
         """
-        transfers: list[Transfer] = []
+        targets: list[Segment] = []
         nbytes = 0  # as if all were copied
         for slot, header, segments in writes:
             require_fits(slot, header, segments)
-            arena = self._arena_of(slot)
-            target = segment_of(arena, slot)
+            target = segment_of(self._arena_of(slot), slot)
             nbytes += header.payload_bytes // (IN_PLACE_SPEED if is_in_place(target, segments) else 1)
-            transfers.append(self._storing(arena, slot, target, header, segments))
+            targets.append(target)
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = TransferBatch(transfers, parts, done)
+        batch = self._batch(writes, targets, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
             batch.run()
             return
         for _ in range(parts):
             if not self._threads.post(batch.run):
                 batch.end_part()
+
+    def _batch(
+        self, writes: Sequence[Write], targets: Sequence[Segment], parts: int, done: Callable[[Sequence[Outcome]], None]
+    ) -> TransferBatch:
+        library = None if failpoints.are_armed() else native.get()
+        if library is not None and all(ImageBatch.takes(header, segments) for _, header, segments in writes):
+            return ImageBatch(library, writes, targets, parts, self._stored_all, done)
+        storing = [
+            self._storing(self._arena_of(slot), slot, target, header, segments)
+            for (slot, header, segments), target in zip(writes, targets, strict=True)
+        ]
+        return TransferBatch(storing, parts, done)
+
+    def _stored_all(self, slots: Sequence[Slot], outcomes: Sequence[Outcome]) -> None:
+        """Count the stores of blocks in `slots`, which have succeeded, and let arenas know the headers."""
+        self._counters.wrote_all(len(outcomes), sum(outcome.nbytes for outcome in outcomes))
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            arena = self._arena_of(slot)
+            if arena.is_writable and outcome.header is not None:
+                arena.vouch(slot, outcome.header)
 
     def load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)
