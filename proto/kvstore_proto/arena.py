@@ -47,7 +47,7 @@ import xxhash
 ALIGNMENT_BYTES = 4096
 DEVICE_ARENAS = 1 << 31  # numbers of arenas from here on name chunks of device memory
 HEADER_BYTES = 4096
-TOKEN_COUNT_OFFSET, CHECKSUM_OFFSET, ERROR_OFFSET = 108, 128, 148
+TOKEN_COUNT_OFFSET, ERROR_OFFSET = 108, 148
 TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 SEALED = 0x100  # in the number of a codec: token ids, keys and stored bytes are encrypted
@@ -56,6 +56,7 @@ MAGIC = b"KVB1"
 VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
 _COMPARED = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, token count, size, generation, error
+_SIZES = struct.Struct("<106xHIQQQQIfQQQ")  # of _FIXED, from the codec to the stored bytes' checksum
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
@@ -131,15 +132,6 @@ class BlockHeader:
 
     def pack(self) -> bytes:
         """Return the header as 4096 bytes, with its checksum. Raises ValueError for a field of a wrong size."""
-        raw = bytearray(HEADER_BYTES)
-        self.pack_into(raw, 0)
-        _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
-        return bytes(raw)
-
-    def pack_into(self, raw: bytearray, at: int, generation: int | None = None) -> None:
-        """Write the header, with the slot generation `generation` if it is given, to the 4096 zeros at `at` of `raw`.
-        The header's checksum stays zero. Raises ValueError for a field of a wrong size.
-        """
         if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
             raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
         if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
@@ -147,14 +139,16 @@ class BlockHeader:
         if len(self.fingerprint) != 32:
             raise ValueError("the fingerprint digest is 32 bytes")
         codec, stored_bytes, stored_checksum = self.coded or (0, self.payload_bytes, self.checksum)
+        raw = bytearray(HEADER_BYTES)
         _FIXED.pack_into(
-            raw, at, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
-            self.group, codec, len(self.tokens) // 4, self.payload_bytes,
-            self.generation if generation is None else generation, self.checksum,
+            raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
+            self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
             self.created_ns, self.depth, self.error, 0, stored_bytes, stored_checksum, self.kept,
         )  # fmt: skip
-        raw[at + SEAL_OFFSET : at + SEAL_OFFSET + len(self.seal)] = self.seal
-        raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + len(self.tokens)] = self.tokens
+        raw[SEAL_OFFSET : SEAL_OFFSET + len(self.seal)] = self.seal
+        raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
+        _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
+        return bytes(raw)
 
     def stamped(self, generation: int, checksum: int) -> BlockHeader:
         """Return a copy of this header with the slot generation `generation` and the payload checksum `checksum`."""
@@ -176,31 +170,23 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
-    values = _FIXED.unpack_from(data)
-    magic, version, _flags, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, error, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
+    magic, version = data[:4], int.from_bytes(data[4:6], "little")
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
         return f"header version {version}, this code reads {VERSION}"
     zeroed = bytearray(data)
     _CHECKSUM.pack_into(zeroed, _CHECKSUM_OFFSET, 0)
-    if xxhash.xxh3_64_intdigest(zeroed) != header_checksum:
+    if xxhash.xxh3_64_intdigest(zeroed) != _CHECKSUM.unpack_from(data, _CHECKSUM_OFFSET)[0]:
         return "header checksum does not hold"
+    codec, count, payload_bytes, _, checksum, _, _, error, _, stored_bytes, stored_checksum = _SIZES.unpack_from(data)
     if count > MAX_TOKENS:
         return f"header counts {count} tokens, at most {MAX_TOKENS} fit"
     if not codec and (stored_bytes != payload_bytes or stored_checksum != checksum):
         return "the header names no codec, and sizes or checksums that differ"
     if not 0 <= error < math.inf:
         return f"the header says an error bound of {error}"
-    tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
-    return _header({
-        "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
-        "depth": depth, "tokens": tokens, "payload_bytes": payload_bytes, "generation": generation,
-        "checksum": checksum, "created_ns": created_ns,
-        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
-        "seal": data[SEAL_OFFSET : SEAL_OFFSET + SEAL_BYTES] if codec & SEALED else b"",
-    })  # fmt: skip
+    return unjudged_header(data)
 
 
 def mismatch(
@@ -235,6 +221,46 @@ def mismatch(
     if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
         return "token ids"
     return ""
+
+
+def pack_unsummed(
+    raw: bytearray,
+    at: int,
+    key: bytes,
+    parent: bytes,
+    extra: bytes,
+    fingerprint: bytes,
+    tenant: bytes,
+    group: int,
+    payload_bytes: int,
+    tokens: bytes,
+    depth: int,
+    generation: int,
+    created_ns: int,
+    kept: int,
+) -> None:
+    """Write the header of a block whose payload is stored as it is to the 4096 zeros at `at` of `raw`, without its
+    checksums: they are not known before the payload is in its slot. The fields have the sizes that `pack` asks for.
+    """
+    _FIXED.pack_into(
+        raw, at, MAGIC, VERSION, 0, key, parent, extra, fingerprint, tenant, group, 0, len(tokens) // 4, payload_bytes,
+        generation, 0, created_ns, depth, 0.0, 0, payload_bytes, 0, kept,
+    )  # fmt: skip
+    raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + len(tokens)] = tokens
+
+
+def unjudged_header(raw: bytes | bytearray, at: int = 0) -> BlockHeader:
+    """Return the header in the 4096 bytes at `at` of `raw`, which this process wrote. Nothing is checked."""
+    values = _FIXED.unpack_from(raw, at)
+    _, _, _, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
+    generation, checksum, created_ns, depth, error, _, stored_bytes, stored_checksum, kept = values[12:]
+    return _header({
+        "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
+        "depth": depth, "tokens": bytes(raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + count * 4]),
+        "payload_bytes": payload_bytes, "generation": generation, "checksum": checksum, "created_ns": created_ns,
+        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
+        "seal": bytes(raw[at + SEAL_OFFSET : at + SEAL_OFFSET + SEAL_BYTES]) if codec & SEALED else b"",
+    })  # fmt: skip
 
 
 def _header(fields: dict[str, object]) -> BlockHeader:

@@ -12,10 +12,9 @@ import ctypes as ct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from struct import Struct
 
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
-from kvstore_proto.arena import CHECKSUM_OFFSET, HEADER_BYTES, BlockHeader
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, unjudged_header
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, require_fits
@@ -96,60 +95,73 @@ class ImageCopies:
 
 
 _WORD = 8
-_CHECKSUM = Struct("<Q")
+_NO_HEADER = bytes(HEADER_BYTES)
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
 IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
-Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+
+
+class ImageRun:
+    """The blocks that are to be stored together, in columns: the slot of each, its header without checksums, and its
+    payload, which may be in the slot already. `headers` has 4096 bytes a block.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.payloads: list[Segment] = []
+        self.headers = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add(self, slot: Slot, payload: Segment) -> int:
+        """Add a block that goes to `slot`. Return the offset in `headers` where its header is to be written next, by
+        `kvstore_proto.arena.pack_unsummed`. Raises RuntimeError for a payload that does not fit the slot.
+        """
+        if HEADER_BYTES + payload.nbytes > slot.nbytes:
+            raise RuntimeError(f"{payload.nbytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
+        self.slots.append(slot)
+        self.payloads.append(payload)
+        self.headers += _NO_HEADER
+        return len(self.headers) - HEADER_BYTES
 
 
 class ImageBatch(TransferBatch):
-    """A batch of stores (`writes`, into the slots' memory `targets`) that compiled code does: `parts` threads together,
-    each in one call without the GIL. `stored` is called with the slots and outcomes before `done` is.
+    """A batch of stores (`images`, into the slots' memory at `targets`) that compiled code does: `parts` threads
+    together, each in one call without the GIL. `stored` is called before `done` is.
     """
 
     def __init__(
         self,
         library: ct.CDLL,
-        writes: Sequence[Write],
-        targets: Sequence[Segment],
+        images: ImageRun,
+        targets: Sequence[int],
         parts: int,
-        stored: Callable[[Sequence[Slot], Sequence[Outcome]], None],
+        stored: Callable[[ImageRun], None],
         done: Callable[[Sequence[Outcome]], None],
     ) -> None:
         super().__init__([], parts, done)
-        self._library, self._writes, self._stored = library, writes, stored
-        self._headers = bytearray(HEADER_BYTES * len(writes))
-        for at, (slot, header, _) in enumerate(writes):
-            header.pack_into(self._headers, HEADER_BYTES * at, slot.generation)
+        self._library, self._images, self._stored = library, images, stored
         # How many have been taken; where each goes, comes from, its size.
         self._table = array("Q", [0])
-        self._table.extend([target.address for target in targets])
-        self._table.extend([segments[0].address for _, _, segments in writes])
-        self._table.extend([header.payload_bytes for _, header, _ in writes])
-
-    @staticmethod
-    def takes(header: BlockHeader, segments: Sequence[Segment]) -> bool:
-        """Return whether compiled code can store a block with this header and payload."""
-        is_plain = header.coded is None and not header.checksum
-        return is_plain and len(segments) == 1 and header.payload_bytes >= HASHED_MIN_BYTES
+        self._table.extend(targets)
+        self._table.extend([payload.address for payload in images.payloads])
+        self._table.extend([payload.nbytes for payload in images.payloads])
 
     def run(self) -> None:
-        count, table, headers = len(self._writes), self._table.buffer_info()[0], ct.c_char.from_buffer(self._headers)
+        count, table = len(self._images), self._table.buffer_info()[0]
         places = [table + _WORD * (1 + column * count) for column in range(3)]
-        self._library.kv_store_images(table, count, *places, ct.addressof(headers))
+        headers = ct.addressof(ct.c_char.from_buffer(self._images.headers))
+        self._library.kv_store_images(table, count, *places, headers)
         self.end_part()
 
     def _ended(self) -> Sequence[Outcome]:
+        payloads = self._images.payloads
         if not self._table[0]:  # no thread has run
-            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(self._writes)
-        outcomes = []
-        for at, (slot, header, _) in enumerate(self._writes):
-            (checksum,) = _CHECKSUM.unpack_from(self._headers, HEADER_BYTES * at + CHECKSUM_OFFSET)
-            stamped = header.stamped(slot.generation, checksum)
-            outcomes.append(Outcome(OutcomeKind.DONE, stamped, header.payload_bytes))
-        self._stored([slot for slot, _, _ in self._writes], outcomes)
-        return outcomes
+            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(payloads)
+        self._stored(self._images)
+        of_size = {nbytes: Outcome(OutcomeKind.DONE, None, nbytes) for nbytes in {each.nbytes for each in payloads}}
+        return [of_size[payload.nbytes] for payload in payloads]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
@@ -176,19 +188,22 @@ class HostTransfers:
         arena = self._arena_of(slot)
         self._threads.submit(self._storing(arena, slot, segment_of(arena, slot), header, segments), done)
 
-    def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Store each block of `writes` (slot, header, segments). `done` is called once with the outcomes in the order
-        of `writes`. A small batch is stored before this returns.
+    def store_many(self, images: ImageRun, done: Callable[[Sequence[Outcome]], None]) -> None:
+        """Store the blocks of `images`. `done` is called once with the outcomes, in order and without headers. A small
+        batch is stored before this returns.
         """
-        targets: list[Segment] = []
-        nbytes = 0  # as if all were copied
-        for slot, header, segments in writes:
-            require_fits(slot, header, segments)
-            target = segment_of(self._arena_of(slot), slot)
-            nbytes += header.payload_bytes // (IN_PLACE_SPEED if is_in_place(target, segments) else 1)
+        targets, nbytes = list[int](), 0  # as if all were copied
+        container = -1
+        for slot, payload in zip(images.slots, images.payloads, strict=True):
+            if slot.container != container:
+                arena, container = self._arena_of(slot), slot.container
+            arena.require_out(slot)
+            target = arena.address + slot.offset
+            is_there = payload.address == target + HEADER_BYTES
+            nbytes += payload.nbytes // (IN_PLACE_SPEED if is_there else 1)
             targets.append(target)
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = self._batch(writes, targets, parts, done)
+        batch = self._batch(images, targets, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
             batch.run()
             return
@@ -197,24 +212,27 @@ class HostTransfers:
                 batch.end_part()
 
     def _batch(
-        self, writes: Sequence[Write], targets: Sequence[Segment], parts: int, done: Callable[[Sequence[Outcome]], None]
+        self, images: ImageRun, targets: Sequence[int], parts: int, done: Callable[[Sequence[Outcome]], None]
     ) -> TransferBatch:
         library = None if failpoints.are_armed() else native.get()
-        if library is not None and all(ImageBatch.takes(header, segments) for _, header, segments in writes):
-            return ImageBatch(library, writes, targets, parts, self._stored_all, done)
-        storing = [
-            self._storing(self._arena_of(slot), slot, target, header, segments)
-            for (slot, header, segments), target in zip(writes, targets, strict=True)
-        ]
+        if library is not None and all(payload.nbytes >= HASHED_MIN_BYTES for payload in images.payloads):
+            return ImageBatch(library, images, targets, parts, self._stored, done)
+        storing: list[Transfer] = []
+        for at, (slot, payload) in enumerate(zip(images.slots, images.payloads, strict=True)):
+            arena, header = self._arena_of(slot), unjudged_header(images.headers, at * HEADER_BYTES)
+            storing.append(self._storing(arena, slot, segment_of(arena, slot), header, [payload]))
         return TransferBatch(storing, parts, done)
 
-    def _stored_all(self, slots: Sequence[Slot], outcomes: Sequence[Outcome]) -> None:
-        """Count the stores of blocks in `slots`, which have succeeded, and let arenas know the headers."""
-        self._counters.wrote_all(len(outcomes), sum(outcome.nbytes for outcome in outcomes))
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            arena = self._arena_of(slot)
-            if arena.is_writable and outcome.header is not None:
-                arena.vouch(slot, outcome.header)
+    def _stored(self, images: ImageRun) -> None:
+        """Count the stores of `images`, which have succeeded, and let arenas that clients write know the headers."""
+        self._counters.wrote_all(len(images), sum([payload.nbytes for payload in images.payloads]))
+        container, is_writable = -1, False
+        for at, slot in enumerate(images.slots):
+            if slot.container != container:
+                arena, container = self._arena_of(slot), slot.container
+                is_writable = arena.is_writable
+            if is_writable:
+                arena.vouch(slot, unjudged_header(images.headers, at * HEADER_BYTES))
 
     def load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)

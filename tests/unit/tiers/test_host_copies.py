@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from kvstore_cuda import host_copies
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, PAST_CACHES_BYTES, copy_array, native
-from kvstore_proto.arena import HEADER_BYTES, slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, Bytes, slot_bytes
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment, gather_and_checksum, segment_of
-from kvstore_tiers.testing.transfers import block
+from kvstore_tiers.testing.transfers import block, image_run
 from tests.reference.skips import skip_without_compiler
 
 LENGTHS = st.one_of(st.integers(HASHED_MIN_BYTES, 5000), st.integers(PAST_CACHES_BYTES - 70, PAST_CACHES_BYTES + 5000))
@@ -75,15 +75,19 @@ def _stored(tier: HostTier, payload_bytes: int) -> list[bytes]:
         if number % 2:
             tier.view(slot)[HEADER_BYTES : HEADER_BYTES + payload_bytes] = payload
             segment = tier.slot_segment(slot).part(HEADER_BYTES, payload_bytes)
-        writes.append((slot, header, [segment]))
+        writes.append((slot, header, segment))
     ended = threading.Event()
-    tier.write_many(writes, lambda outcomes: (handed.append(outcomes), ended.set()))
+    tier.write_many(image_run(writes), lambda outcomes: (handed.append(outcomes), ended.set()))
     assert ended.wait(30.0)
     assert all(outcome.ok for outcome in handed[0]) and tier.statistics().writes == 5
-    for (slot, header, _), outcome in zip(writes, handed[0], strict=True):
-        assert outcome.header is not None and outcome.header.key == header.key
-        assert tier.view(slot)[:HEADER_BYTES].tobytes() == outcome.header.pack()
+    for slot, header, _ in writes:
+        written = header.stamped(slot.generation, xxhash.xxh3_64_intdigest(_payload(tier, slot, payload_bytes)))
+        assert tier.view(slot)[:HEADER_BYTES].tobytes() == written.pack()
     return [tier.view(slot).tobytes() for slot in slots]
+
+
+def _payload(tier: HostTier, slot: Slot, payload_bytes: int) -> Bytes:
+    return tier.view(slot)[HEADER_BYTES : HEADER_BYTES + payload_bytes]
 
 
 def test_the_hash_is_of_what_was_stored() -> None:
