@@ -8,6 +8,7 @@ is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`
 from __future__ import annotations
 
 import ctypes as ct
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def _made() -> ct.CDLL:
     return found
 
 
-native = NativeLibrary("host-copies", NATIVE_VARIABLE, "payloads are copied", _made)
+native = NativeLibrary("host-copies", NATIVE_VARIABLE, "payloads are copied", _made, logging.INFO)
 
 
 def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:

@@ -17,15 +17,17 @@ _log = logging.getLogger(__name__)
 
 class NativeLibrary:
     """The one attempt of this process to make a library with `make`, which raises BuildError or OSError where it
-    cannot. `library` is
-    the library once it is there. `name` begins the thread's name, and `loss` says what runs more slowly without it.
-    Where the environment variable `variable` is 0, nothing is made.
+    cannot. `library` is the library once it is there. `name` begins the thread's name, and `loss` says what runs more
+    slowly without it, in a log line of this `level`. Where the environment variable `variable` is 0, nothing is made.
     """
 
-    def __init__(self, name: str, variable: str, loss: str, make: Callable[[], ct.CDLL]) -> None:
+    def __init__(
+        self, name: str, variable: str, loss: str, make: Callable[[], ct.CDLL], level: int = logging.WARNING
+    ) -> None:
         self.library: ct.CDLL | None = None
         self.ended = threading.Event()
         self._name, self._variable, self._loss, self._make = name, variable, loss, make
+        self._level = level
         self._lock = threading.Lock()
         self._is_begun = False
 
@@ -54,8 +56,8 @@ class NativeLibrary:
     def _run(self) -> None:
         try:
             self.library = self._make()
-        except (RuntimeError, OSError) as error:  # BuildError, whose module takes more to load than all this
-            _log.warning("%s without compiled code, more slowly: %s", self._loss, error)
+        except (RuntimeError, OSError) as error:  # BuildError is one; its module takes long to load
+            _log.log(self._level, "%s without compiled code, more slowly: %s", self._loss, error)
         finally:
             self.ended.set()
 

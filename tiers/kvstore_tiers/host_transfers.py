@@ -22,7 +22,7 @@ from kvstore_tiers.codecs import Codec, ShapeOf
 from kvstore_tiers.codecs.images import decode_image, encode_image, judge_stored
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import false_checksum, image_header, stamp_header
-from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter, total_bytes
+from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter_and_checksum, total_bytes
 from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
@@ -88,8 +88,7 @@ class ImageCopies:
                 message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
                 return count.read(Outcome(OutcomeKind.FAILED, message=message))
             payload = source.address + HEADER_BYTES
-            scatter(payload, header.payload_bytes, segments)
-            if checksum_at(payload, header.payload_bytes) != header.checksum:
+            if scatter_and_checksum(payload, header.payload_bytes, segments) != header.checksum:
                 return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
             return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
 

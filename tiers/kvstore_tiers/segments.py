@@ -164,6 +164,14 @@ def scatter(source: int, nbytes: int, segments: Sequence[Segment]) -> None:
         source += segment.nbytes
 
 
+def scatter_and_checksum(source: int, nbytes: int, segments: Sequence[Segment]) -> int:
+    """Copy `nbytes` bytes as `scatter` does. Return the 64-bit xxh3 checksum of what was written."""
+    if segments and segments[0].nbytes >= nbytes:
+        return gather_and_checksum(segments[0].address, [Segment(source, nbytes)], nbytes)
+    scatter(source, nbytes, segments)
+    return checksum_of(segments, nbytes)
+
+
 def put_bytes(address: int, data: bytes) -> None:
     """Write `data` to the memory at `address`."""
     copy = _small_memmove if len(data) <= SMALL_BYTES else ctypes.memmove
