@@ -199,13 +199,14 @@ class Puts:
                     continue
                 parent = residency.find_any(tenant, block.parent)
                 is_alone = (parent < 0 and block.parent != NO_PARENT) or residency.find_any(tenant, block.key) >= 0
-                run = [block] if is_alone else intake.run_from(index, end)
                 if kept and kept[0].nbytes != block.nbytes:  # kept from a block that was refused
                     self._host.free(kept.pop())
+                # A slot counts against the tenant's maximum once it is a block's: before, none may be taken beside it.
+                run = [block] if is_alone or kept else intake.run_from(index, end)
                 if block.reserved is not None:
                     kept = [block.reserved.take(each.offset) for each in run]
-                else:
-                    kept += self._room.allocate_run(len(run) - len(kept), block.nbytes, tenant)
+                elif not kept:
+                    kept = self._room.allocate_run(len(run), block.nbytes, tenant)
                     run = run[: len(kept)]
                     if not run:
                         break
