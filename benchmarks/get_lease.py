@@ -7,12 +7,17 @@ bytes between arrays of this process, touched before, block by block, interleave
 from __future__ import annotations
 
 import sys
+import time
+from functools import partial
 
 import numpy as np
-from support.daemon import MIB, Bytes, bench_daemon, model, payloads, tokens_of
+import numpy.typing as npt
+from support.daemon import MIB, Bytes, bench_daemon, model, payloads, tokens_of, wait_mapped
 from support.report import AT_LEAST, Row, main, median, percentile, progress, time_each, time_once, within
 
 BLOCKS = 64
+SMALL_BLOCK_BYTES = 4096
+SETTLE_S = 0.01
 SETTINGS = ("host.capacity=256MiB", "nvme.enabled=false", "host.prefault_ahead=192MiB")
 
 
@@ -42,10 +47,35 @@ def measure(quick: bool) -> list[Row]:
             plain += time_each(lambda: _memcpy(own, data), 2)
     progress(f"get by lease p99 {percentile(leases, 99) * 1e3:.2f} ms")
     gb = BLOCKS * MIB / 1e9
+    put_us, get_us, lookup_us = _processor_us(10 if quick else 60)
+    same = "lookup of the same keys"
     return [
         within("get_64mib_lease_p50", median(leases) * 1e3, "ms", 1.0),
         Row("get_64mib_copied_out", gb / median(copies), "GB/s", gb / median(plain), "memcpy", AT_LEAST, 0.75),
+        Row("put_64_small_processor", put_us, "us", lookup_us, same),
+        Row("get_64_small_processor", get_us, "us", lookup_us, same),
     ]
+
+
+def _processor_us(rounds: int) -> list[float]:
+    """Return the daemon's processor time, in microseconds, for a put, a get and a lookup of small blocks."""
+    data = payloads(BLOCKS, SMALL_BLOCK_BYTES)
+    used: list[list[float]] = [[], [], []]
+    with bench_daemon(*SETTINGS[:2]) as daemon, daemon.connect(model(SMALL_BLOCK_BYTES)) as session:
+        wait_mapped()
+
+        def get(tokens: npt.NDArray[np.int32]) -> None:
+            session.get(tokens).release()
+
+        for number in range(rounds):
+            tokens = tokens_of(number, BLOCKS)
+            put = partial(session.put, payloads=data)
+            for times, action in zip(used, (put, get, session.lookup), strict=True):
+                before_s = daemon.control_s()
+                action(tokens)
+                time.sleep(SETTLE_S)  # the policy hears of it once the answer is on its way, and the lease is released
+                times.append((daemon.control_s() - before_s) * 1e6)
+    return [min(times) for times in used]
 
 
 def _memcpy(destinations: list[Bytes], sources: list[Bytes]) -> None:

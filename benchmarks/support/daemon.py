@@ -76,6 +76,10 @@ class BenchDaemon:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def control_s(self) -> float:
+        """Return the time that the daemon's first thread, which holds all state, has used of a processor."""
+        return int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
+
     def admin(self, method: str, request: Any) -> Any:
         """One call of the Admin service."""
         target, options = f"unix:{self.socket_dir}/admin.sock", (("grpc.use_local_subchannel_pool", 1),)

@@ -29,6 +29,7 @@ from kvstore_client.arrays import Kind, LeaseArray
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
+from kvstore_cuda.host_copies import copy_array
 from kvstore_proto.arena import ERROR_OFFSET, HEADER_BYTES, mismatch
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
@@ -229,7 +230,7 @@ class Lease:
         if arguments.count("first_block", first_block) + len(destinations) > len(self.held_blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
         for index, destination in enumerate(destinations, first_block):
-            np.copyto(_flat_bytes(destination, self.held_blocks[index].payload_bytes), self.payload(index))
+            copy_array(_flat_bytes(destination, self.held_blocks[index].payload_bytes), self.payload(index))
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:

@@ -1,7 +1,7 @@
 """Payloads and token ids of blocks, written into slots: of the staging memory, or of an arena.
 
-The daemon writes every other field of a slot's header. Copies run without the GIL (np.copyto), so the engine's other
-threads continue. The module does not choose a slot, or send a message about it. Invariant: no slot is sent or given
+The daemon writes every other field of a slot's header. Copies run without the GIL, so the engine's other threads
+continue. The module does not choose a slot, or send a message about it. Invariant: no slot is sent or given
 back while a function that was given it may still write there.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
+from kvstore_cuda.host_copies import copy_array
 from kvstore_proto.arena import HEADER_BYTES, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 
 Finish = Callable[[], None]
@@ -117,7 +118,7 @@ def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: 
             raise invalid("a payload function must write before it returns: it is none to await")
         return finish if callable(finish) else None
     if isinstance(payload, (bytes, bytearray)):
-        np.copyto(destination, np.frombuffer(payload, np.uint8))
+        copy_array(destination, np.frombuffer(payload, np.uint8))
     else:
-        np.copyto(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
+        copy_array(destination, np.ascontiguousarray(payload).reshape(-1).view(np.uint8))
     return None

@@ -33,6 +33,7 @@ from kvstore_tiers.base import (
     TierStatistics,
 )
 from kvstore_tiers.containers import SingleSlots
+from kvstore_tiers.host_transfers import ImageRun
 from kvstore_tiers.image import FileImage, require_slot_size
 from kvstored.clock import NS_PER_S
 
@@ -180,17 +181,13 @@ class SimulatedTier(Tier):
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         self._send(self._coming, HEADER_BYTES + sum(segment.nbytes for segment in segments), done)
 
-    def write_many(
-        self,
-        writes: Sequence[tuple[Slot, BlockHeader, Sequence[Segment]]],
-        done: Callable[[Sequence[Outcome]], None],
-    ) -> None:
+    def write_many(self, images: ImageRun, done: Callable[[Sequence[Outcome]], None]) -> None:
         """Start all writes at once, as the host tier does. They end together."""
 
         def ended(outcome: Outcome) -> None:
-            done([outcome] * len(writes))
+            done([outcome] * len(images))
 
-        self._send(self._coming, sum(slot.nbytes for slot, _, _ in writes), ended)
+        self._send(self._coming, sum(slot.nbytes for slot in images.slots), ended)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._send(self._going, slot.nbytes, done)

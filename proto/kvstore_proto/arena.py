@@ -56,6 +56,7 @@ MAGIC = b"KVB1"
 VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
 _COMPARED = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, token count, size, generation, error
+_SIZES = struct.Struct("<106xHIQQQQIfQQQ")  # of _FIXED, from the codec to the stored bytes' checksum
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
@@ -169,31 +170,23 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
-    values = _FIXED.unpack_from(data)
-    magic, version, _flags, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, error, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
+    magic, version = data[:4], int.from_bytes(data[4:6], "little")
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
         return f"header version {version}, this code reads {VERSION}"
     zeroed = bytearray(data)
     _CHECKSUM.pack_into(zeroed, _CHECKSUM_OFFSET, 0)
-    if xxhash.xxh3_64_intdigest(zeroed) != header_checksum:
+    if xxhash.xxh3_64_intdigest(zeroed) != _CHECKSUM.unpack_from(data, _CHECKSUM_OFFSET)[0]:
         return "header checksum does not hold"
+    codec, count, payload_bytes, _, checksum, _, _, error, _, stored_bytes, stored_checksum = _SIZES.unpack_from(data)
     if count > MAX_TOKENS:
         return f"header counts {count} tokens, at most {MAX_TOKENS} fit"
     if not codec and (stored_bytes != payload_bytes or stored_checksum != checksum):
         return "the header names no codec, and sizes or checksums that differ"
     if not 0 <= error < math.inf:
         return f"the header says an error bound of {error}"
-    tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
-    return _header({
-        "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
-        "depth": depth, "tokens": tokens, "payload_bytes": payload_bytes, "generation": generation,
-        "checksum": checksum, "created_ns": created_ns,
-        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
-        "seal": data[SEAL_OFFSET : SEAL_OFFSET + SEAL_BYTES] if codec & SEALED else b"",
-    })  # fmt: skip
+    return unjudged_header(data)
 
 
 def mismatch(
@@ -228,6 +221,46 @@ def mismatch(
     if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
         return "token ids"
     return ""
+
+
+def pack_unsummed(
+    raw: bytearray,
+    at: int,
+    key: bytes,
+    parent: bytes,
+    extra: bytes,
+    fingerprint: bytes,
+    tenant: bytes,
+    group: int,
+    payload_bytes: int,
+    tokens: bytes,
+    depth: int,
+    generation: int,
+    created_ns: int,
+    kept: int,
+) -> None:
+    """Write the header of a block whose payload is stored as it is to the 4096 zeros at `at` of `raw`, without its
+    checksums: they are not known before the payload is in its slot. The fields have the sizes that `pack` asks for.
+    """
+    _FIXED.pack_into(
+        raw, at, MAGIC, VERSION, 0, key, parent, extra, fingerprint, tenant, group, 0, len(tokens) // 4, payload_bytes,
+        generation, 0, created_ns, depth, 0.0, 0, payload_bytes, 0, kept,
+    )  # fmt: skip
+    raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + len(tokens)] = tokens
+
+
+def unjudged_header(raw: bytes | bytearray, at: int = 0) -> BlockHeader:
+    """Return the header in the 4096 bytes at `at` of `raw`, which this process wrote. Nothing is checked."""
+    values = _FIXED.unpack_from(raw, at)
+    _, _, _, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
+    generation, checksum, created_ns, depth, error, _, stored_bytes, stored_checksum, kept = values[12:]
+    return _header({
+        "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
+        "depth": depth, "tokens": bytes(raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + count * 4]),
+        "payload_bytes": payload_bytes, "generation": generation, "checksum": checksum, "created_ns": created_ns,
+        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
+        "seal": bytes(raw[at + SEAL_OFFSET : at + SEAL_OFFSET + SEAL_BYTES]) if codec & SEALED else b"",
+    })  # fmt: skip
 
 
 def _header(fields: dict[str, object]) -> BlockHeader:

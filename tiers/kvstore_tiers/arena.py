@@ -26,6 +26,7 @@ from kvstore_tiers.image import erase_header, mark_retired
 from kvstore_tiers.segments import Bytes, view_at
 
 _WRITABLE = "+w"
+_new_slot = tuple.__new__  # half the time of Slot's own
 _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 
@@ -215,10 +216,18 @@ class Arena(ArenaMemory):
 
     def allocate(self) -> Slot:
         """Take a free slot of this arena and return it. The caller has checked before that `has_room` is true."""
-        index = self._returned.pop() if self._returned else self._hand_out()
-        self._out[index] = 1
-        self.used_slots += 1
-        return Slot(self.number, index * self.slot_bytes, self.slot_bytes, self._generations[index])
+        return self.allocate_run(1)[0]
+
+    def allocate_run(self, most: int) -> list[Slot]:
+        """Take up to `most` free slots of this arena and return them."""
+        taken = [self._returned.pop() for _ in range(min(most, len(self._returned)))]
+        if len(taken) < most:
+            taken += self._hand_out(most - len(taken))
+        number, size, generations, out = self.number, self.slot_bytes, self._generations, self._out
+        for index in taken:
+            out[index] = 1
+        self.used_slots += len(taken)
+        return [_new_slot(Slot, (number, index * size, size, generations[index])) for index in taken]
 
     def free(self, slot: Slot) -> None:
         """Make the allocated `slot` free. Its header is erased, and its next use will have a higher generation. Raises
@@ -291,16 +300,20 @@ class Arena(ArenaMemory):
         is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
         return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)
 
-    def _hand_out(self) -> int:
-        """Return the next slot that was never in use since the arena was cut."""
-        index = len(self._generations)
-        self._inherit((index + 1) * self.slot_bytes)
+    def _hand_out(self, most: int) -> range:
+        """Return up to `most` of the next slots that were never in use since the arena was cut."""
+        first = len(self._generations)
+        fresh = range(first, min(first + most, self.slots))
+        if not fresh:
+            return fresh
+        self._inherit(fresh.stop * self.slot_bytes)
         if self._first_generation > 1:  # cut before: bytes of an old payload must not pass for a header
-            erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
-        self._generations.append(self._first_generation)
-        self._out.append(0)
+            for index in fresh:
+                erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
+        self._generations.extend([self._first_generation] * len(fresh))
+        self._out.extend(bytes(len(fresh)))
         self._reached(max(self.high_generation, self._first_generation))
-        return index
+        return fresh
 
     def _reached(self, generation: int) -> None:
         self.high_generation = generation

@@ -208,6 +208,15 @@ class Tier(ABC):
         Slots of different `owner`s never share memory that clients map; tiers that are not mapped ignore `owner`.
         Raises ValueError for another size."""
 
+    def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
+        """Return up to `most` free slots, as `allocate` would return them one by one; fewer where there is no more
+        room.
+        """
+        found: list[Slot] = []
+        while len(found) < most and (slot := self.allocate(nbytes, owner)) is not None:
+            found.append(slot)
+        return found
+
     @abstractmethod
     def free(self, slot: Slot) -> None:
         """Give an allocated `slot` back to the tier. Raises RuntimeError when it is not allocated, which is an error in

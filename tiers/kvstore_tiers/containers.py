@@ -108,18 +108,30 @@ class Containers(Generic[Of]):
         """Return a free slot of `nbytes` bytes for `owner`. If no container (arena or slab file) has one, `make` is
         called to return a new container cut to this size, or None. Return None if there is no new container either.
         """
+        container = self.with_room_for(nbytes, owner, make)
+        if container is None:
+            return None
+        slot = container.allocate()
+        self.taken_from(container)
+        return slot
+
+    def with_room_for(self, nbytes: int, owner: str, make: Callable[[], Of | None]) -> Of | None:
+        """Return a container with a free slot of `nbytes` bytes for `owner`, perhaps one from `make`, as `take` does.
+        Call `taken_from` once slots of it were taken.
+        """
         candidates = self.with_room[owner, nbytes]
         if not candidates:
             made = make()
             if made is None:
                 return None
             candidates.append(made)
-        container = candidates[-1]
-        slot = container.allocate()
+        return candidates[-1]
+
+    def taken_from(self, container: Of) -> None:
+        """Note that slots of `container`, which `with_room_for` returned, were taken."""
         if not container.has_room:
-            candidates.pop()
+            self.with_room[container.owner, container.slot_bytes].pop()
         self.empty.pop(container.number, None)
-        return slot
 
     def give_back(self, slot: Slot) -> Of:
         """Free `slot`, and return the container (an arena or a slab file) that contains it."""

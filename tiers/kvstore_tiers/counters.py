@@ -42,6 +42,12 @@ class TransferCounters:
         """Count one write of a block, which ended with `outcome`, and return the outcome unchanged."""
         return self._count(outcome, "writes", "bytes_written")
 
+    def wrote_all(self, blocks: int, nbytes: int) -> None:
+        """Count the writes of `blocks` blocks, which have all succeeded, with `nbytes` bytes together."""
+        with self._lock:
+            self._counts["writes"] += blocks
+            self._counts["bytes_written"] += nbytes
+
     def failed(self) -> None:
         """Count one error that is not the outcome of a transfer."""
         with self._lock:

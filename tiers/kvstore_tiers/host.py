@@ -39,7 +39,7 @@ from kvstore_tiers.base import (
 from kvstore_tiers.codecs import Codec, ShapeOf
 from kvstore_tiers.containers import Containers, ContainerTier
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
+from kvstore_tiers.host_transfers import HostTransfers, ImageRun, segment_of
 from kvstore_tiers.image import aligned_down, require_slot_size
 from kvstore_tiers.segments import Bytes
 
@@ -138,15 +138,21 @@ class HostTier(ContainerTier):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
+        found = self.allocate_run(1, nbytes, owner)
+        return found[0] if found else None
+
+    def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
         require_slot_size(nbytes)
-        if self._closed:
-            return None
-        slot = self._arenas.take(nbytes, owner, lambda: self._arena_for(nbytes, owner))
-        if slot is not None:
-            arena = self._arenas[slot.container]
+        found: list[Slot] = []
+        while len(found) < most and not self._closed:
+            arena = self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))
+            if arena is None:
+                break
+            found += arena.allocate_run(most - len(found))
+            self._arenas.taken_from(arena)
             if not arena.has_room:
                 self._lending.offer(arena)
-        return slot
+        return found
 
     def free(self, slot: Slot) -> None:
         self._arenas.give_back(slot)
@@ -245,10 +251,10 @@ class HostTier(ContainerTier):
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.store(slot, header, segments, done)
 
-    def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Write each block of `writes` (slot, header, segments) as `write` does. `done` is called once, when all have
-        ended, with the outcomes in the order of `writes`. A small batch is written before this returns."""
-        self._transfers.store_many(writes, done)
+    def write_many(self, images: ImageRun, done: Callable[[Sequence[Outcome]], None]) -> None:
+        """Write the blocks of `images` as `write` does. `done` is called once, when all have ended, with the outcomes
+        in the order of `images`, without headers. A small batch is written before this returns."""
+        self._transfers.store_many(images, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.load(slot, expect_key, segments, done)

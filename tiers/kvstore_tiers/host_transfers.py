@@ -8,10 +8,13 @@ last; damaged bytes raise nothing, the outcome says so.
 
 from __future__ import annotations
 
+import ctypes as ct
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, unjudged_header
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, require_fits
@@ -19,7 +22,7 @@ from kvstore_tiers.codecs import Codec, ShapeOf
 from kvstore_tiers.codecs.images import decode_image, encode_image, judge_stored
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import false_checksum, image_header, stamp_header
-from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter, total_bytes
+from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter_and_checksum, total_bytes
 from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
@@ -69,8 +72,7 @@ class ImageCopies:
             if isinstance(header, str):
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
             place, nbytes = target.address + HEADER_BYTES, header.stored_bytes
-            gather(place, [source.part(HEADER_BYTES, nbytes)])
-            if checksum_at(place, nbytes) != header.stored_checksum:
+            if gather_and_checksum(place, [source.part(HEADER_BYTES, nbytes)], nbytes) != header.stored_checksum:
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=false_checksum(header)))
             return count.wrote(Outcome(OutcomeKind.DONE, stamp_header(target, header), nbytes))
 
@@ -86,16 +88,79 @@ class ImageCopies:
                 message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
                 return count.read(Outcome(OutcomeKind.FAILED, message=message))
             payload = source.address + HEADER_BYTES
-            scatter(payload, header.payload_bytes, segments)
-            if checksum_at(payload, header.payload_bytes) != header.checksum:
+            if scatter_and_checksum(payload, header.payload_bytes, segments) != header.checksum:
                 return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
             return count.read(Outcome(OutcomeKind.DONE, header, header.payload_bytes))
 
 
+_WORD = 8
+_NO_HEADER = bytes(HEADER_BYTES)
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
 IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
-Write = tuple[Slot, BlockHeader, Sequence[Segment]]
+
+
+class ImageRun:
+    """The blocks that are to be stored together, in columns: the slot of each, its header without checksums, and its
+    payload, which may be in the slot already. `headers` has 4096 bytes a block.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.payloads: list[Segment] = []
+        self.headers = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add(self, slot: Slot, payload: Segment) -> int:
+        """Add a block that goes to `slot`. Return the offset in `headers` where its header is to be written next, by
+        `kvstore_proto.arena.pack_unsummed`. Raises RuntimeError for a payload that does not fit the slot.
+        """
+        if HEADER_BYTES + payload.nbytes > slot.nbytes:
+            raise RuntimeError(f"{payload.nbytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
+        self.slots.append(slot)
+        self.payloads.append(payload)
+        self.headers += _NO_HEADER
+        return len(self.headers) - HEADER_BYTES
+
+
+class ImageBatch(TransferBatch):
+    """A batch of stores (`images`, into the slots' memory at `targets`) that compiled code does: `parts` threads
+    together, each in one call without the GIL. `stored` is called before `done` is.
+    """
+
+    def __init__(
+        self,
+        library: ct.CDLL,
+        images: ImageRun,
+        targets: Sequence[int],
+        parts: int,
+        stored: Callable[[ImageRun], None],
+        done: Callable[[Sequence[Outcome]], None],
+    ) -> None:
+        super().__init__([], parts, done)
+        self._library, self._images, self._stored = library, images, stored
+        # How many have been taken; where each goes, comes from, its size.
+        self._table = array("Q", [0])
+        self._table.extend(targets)
+        self._table.extend([payload.address for payload in images.payloads])
+        self._table.extend([payload.nbytes for payload in images.payloads])
+
+    def run(self) -> None:
+        count, table = len(self._images), self._table.buffer_info()[0]
+        places = [table + _WORD * (1 + column * count) for column in range(3)]
+        headers = ct.addressof(ct.c_char.from_buffer(self._images.headers))
+        self._library.kv_store_images(table, count, *places, headers)
+        self.end_part()
+
+    def _ended(self) -> Sequence[Outcome]:
+        payloads = self._images.payloads
+        if not self._table[0]:  # no thread has run
+            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(payloads)
+        self._stored(self._images)
+        of_size = {nbytes: Outcome(OutcomeKind.DONE, None, nbytes) for nbytes in {each.nbytes for each in payloads}}
+        return [of_size[payload.nbytes] for payload in payloads]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
@@ -113,6 +178,7 @@ class HostTransfers:
         self, name: str, copy_threads: int, counters: TransferCounters, arena_of: Callable[[Slot], Arena]
     ) -> None:
         self._arena_of = arena_of
+        self._counters = counters
         self._copies = ImageCopies(counters)
         self._threads = ResidentThreads(name, copy_threads)
 
@@ -121,26 +187,51 @@ class HostTransfers:
         arena = self._arena_of(slot)
         self._threads.submit(self._storing(arena, slot, segment_of(arena, slot), header, segments), done)
 
-    def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Store each block of `writes` (slot, header, segments). `done` is called once with the outcomes in the order
-        of `writes`. A small batch is stored before this returns.
+    def store_many(self, images: ImageRun, done: Callable[[Sequence[Outcome]], None]) -> None:
+        """Store the blocks of `images`. `done` is called once with the outcomes, in order and without headers. A small
+        batch is stored before this returns.
         """
-        transfers: list[Transfer] = []
-        nbytes = 0  # as if all were copied
-        for slot, header, segments in writes:
-            require_fits(slot, header, segments)
-            arena = self._arena_of(slot)
-            target = segment_of(arena, slot)
-            nbytes += header.payload_bytes // (IN_PLACE_SPEED if is_in_place(target, segments) else 1)
-            transfers.append(self._storing(arena, slot, target, header, segments))
+        targets, nbytes = list[int](), 0  # as if all were copied
+        container = -1
+        for slot, payload in zip(images.slots, images.payloads, strict=True):
+            if slot.container != container:
+                arena, container = self._arena_of(slot), slot.container
+            arena.require_out(slot)
+            target = arena.address + slot.offset
+            is_there = payload.address == target + HEADER_BYTES
+            nbytes += payload.nbytes // (IN_PLACE_SPEED if is_there else 1)
+            targets.append(target)
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
-        batch = TransferBatch(transfers, parts, done)
+        batch = self._batch(images, targets, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
             batch.run()
             return
         for _ in range(parts):
             if not self._threads.post(batch.run):
                 batch.end_part()
+
+    def _batch(
+        self, images: ImageRun, targets: Sequence[int], parts: int, done: Callable[[Sequence[Outcome]], None]
+    ) -> TransferBatch:
+        library = None if failpoints.are_armed() else native.get()
+        if library is not None and all(payload.nbytes >= HASHED_MIN_BYTES for payload in images.payloads):
+            return ImageBatch(library, images, targets, parts, self._stored, done)
+        storing: list[Transfer] = []
+        for at, (slot, payload) in enumerate(zip(images.slots, images.payloads, strict=True)):
+            arena, header = self._arena_of(slot), unjudged_header(images.headers, at * HEADER_BYTES)
+            storing.append(self._storing(arena, slot, segment_of(arena, slot), header, [payload]))
+        return TransferBatch(storing, parts, done)
+
+    def _stored(self, images: ImageRun) -> None:
+        """Count the stores of `images`, which have succeeded, and let arenas that clients write know the headers."""
+        self._counters.wrote_all(len(images), sum([payload.nbytes for payload in images.payloads]))
+        container, is_writable = -1, False
+        for at, slot in enumerate(images.slots):
+            if slot.container != container:
+                arena, container = self._arena_of(slot), slot.container
+                is_writable = arena.is_writable
+            if is_writable:
+                arena.vouch(slot, unjudged_header(images.headers, at * HEADER_BYTES))
 
     def load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)

@@ -39,7 +39,7 @@ from kvstore_tiers.containers import SingleSlots
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import judge_header, require_slot_size
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore, object_name
-from kvstore_tiers.segments import checksum_at, gather_and_checksum, put_bytes, scatter, total_bytes
+from kvstore_tiers.segments import gather_and_checksum, put_bytes, scatter_and_checksum, total_bytes
 from kvstore_tiers.threads import PendingWrites, ResidentThreads, WaitingReads, deliver, run_transfer
 
 UNKNOWN = -2
@@ -370,7 +370,6 @@ def _unpack(image: memoryview, slot: Slot, name: bytes, segments: Sequence[Segme
     if total_bytes(segments) < header.payload_bytes:
         return Outcome(OutcomeKind.FAILED, message=f"{header.payload_bytes} payload bytes do not fit the destination")
     payload = _address_of(image) + HEADER_BYTES
-    if checksum_at(payload, header.payload_bytes) != header.checksum:
+    if scatter_and_checksum(payload, header.payload_bytes, segments) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload does not have the header's checksum")
-    scatter(payload, header.payload_bytes, segments)
     return Outcome(OutcomeKind.DONE, replace(header, generation=slot.generation), header.payload_bytes)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 
 Bytes = npt.NDArray[np.uint8]
@@ -133,9 +134,14 @@ def gather(destination: int, segments: Sequence[Segment]) -> None:
 
 def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: int) -> int:
     """Copy the bytes of all `segments`, one after another, to the address `destination`. Return the 64-bit xxh3
-    checksum of the first `nbytes` bytes there. Copy and checksum alternate in pieces of 512 KiB, which stay in the
-    processor's cache.
+    checksum of the first `nbytes` bytes there. Compiled code copies and hashes in one pass; without it, copy and
+    checksum alternate in pieces of 512 KiB, which stay in the processor's cache.
     """
+    if len(segments) == 1 and HASHED_MIN_BYTES <= nbytes == segments[0].nbytes:
+        library = native.get()
+        if library is not None:
+            found: int = library.kv_copy_and_hash(destination, segments[0].address, nbytes)
+            return found
     digest = xxhash.xxh3_64()
     for segment in segments:
         for offset in range(0, segment.nbytes, PIECE_BYTES):
@@ -156,6 +162,14 @@ def scatter(source: int, nbytes: int, segments: Sequence[Segment]) -> None:
     for segment in clipped(segments, nbytes):
         ctypes.memmove(segment.address, source, segment.nbytes)
         source += segment.nbytes
+
+
+def scatter_and_checksum(source: int, nbytes: int, segments: Sequence[Segment]) -> int:
+    """Copy `nbytes` bytes as `scatter` does. Return the 64-bit xxh3 checksum of what was written."""
+    if segments and segments[0].nbytes >= nbytes:
+        return gather_and_checksum(segments[0].address, [Segment(source, nbytes)], nbytes)
+    scatter(source, nbytes, segments)
+    return checksum_of(segments, nbytes)
 
 
 def put_bytes(address: int, data: bytes) -> None:

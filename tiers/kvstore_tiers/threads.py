@@ -161,7 +161,10 @@ class TransferBatch:
             self._parts_left -= 1
             is_last = not self._parts_left
         if is_last:
-            deliver(self._outcomes, self._done)
+            deliver(self._ended(), self._done)
+
+    def _ended(self) -> Sequence[Outcome]:
+        return self._outcomes
 
 
 BATCH = 8  # the last batch is verified while the store has nothing to do

@@ -35,13 +35,16 @@ class StagingMemory:
         os.ftruncate(self.fd, self.size_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         # The array keeps the mapping alive: a copy in flight survives the session that started it.
-        self.view: Bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
+        self._mapping = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
+        self.view: Bytes = np.frombuffer(self._mapping, np.uint8)
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
         """Return the packed token ids that the client has written into the block at `offset`. They are copied once,
         since the client may still be writing there."""
-        return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
+        mapping, ids = self._mapping, offset + TOKENS_OFFSET
+        count = int.from_bytes(mapping[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4], "little")
+        return mapping[ids : ids + (count if count < MAX_TOKENS else MAX_TOKENS) * 4]
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
         return Segment(self.address + offset + HEADER_BYTES, nbytes, owner=self.view)
@@ -52,11 +55,11 @@ class StagingMemory:
             self.fd = -1
 
 
-def tokens_in(header: bytes) -> bytes:
-    """Return the packed token ids in `header`, the bytes of a block header that a client wrote. No other field of the
-    header is read."""
-    count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
-    return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
+def tokens_in(header: int) -> bytes:
+    """Return the packed token ids in the block header at the address `header`, which a client wrote and may still be
+    writing. No other field of the header is read."""
+    count = int.from_bytes(ctypes.string_at(header + TOKEN_COUNT_OFFSET, 4), "little")
+    return ctypes.string_at(header + TOKENS_OFFSET, min(count, MAX_TOKENS) * 4)
 
 
 class StagingPool:
@@ -94,7 +97,7 @@ class ReservedBlocks:
         self._reservations = reservations
 
     def tokens_at(self, offset: int) -> bytes:
-        return tokens_in(ctypes.string_at(self._images[offset].address, HEADER_BYTES))
+        return tokens_in(self._images[offset].address)
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
         return self._images[offset].part(HEADER_BYTES, nbytes)

@@ -172,12 +172,12 @@ class EventFeed:
         is_noted[np.frombuffer(self._rows[self._taken :], np.uint32)] = True
         self._wait_for(np.flatnonzero(is_noted))
 
-    def _first(self, row: int) -> None:
-        self._rows.append(row)
+    def _first(self, rows: Sequence[int]) -> None:
+        self._rows.extend(rows)
         self._wake()
 
     def _wake(self) -> None:
-        self._residency.note_with(self._rows.append)
+        self._residency.note_with(self._rows.extend)
         if not self._is_waiting:
             self._is_waiting = True
             self._call_later(DELAY_S, self._flush)

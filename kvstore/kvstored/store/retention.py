@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 PART_ROWS = 1 << 16  # looked at in one tick: 30 µs
 MOST_A_TICK = 64
 MOST_BRANCHES = 16  # points where chains part that one change of an expiry looks behind
+_OF_TERMS = frozenset({"expires_s", "priority", "pinned_by", "later_terms"})  # columns of the index
 _NEVER = 1 << 40  # later than every expiry, in place of the column's 0
 
 
@@ -67,6 +68,11 @@ class Retention:
             self._hide_expired()
 
     # What may be served
+
+    @property
+    def has_expiries(self) -> bool:
+        """True once a block has had a time to live."""
+        return "expires_s" in self._columns
 
     def is_expired(self, row: int) -> bool:
         """Return whether the block at `row` has outlived its time to live."""
@@ -121,7 +127,8 @@ class Retention:
         residency, later, expires_s = self._residency, self.later, self.expiry(terms.ttl_s or 0)
         mask, only = residency.rows.mask, ONLY[residency.mapped]
         may_differ = expires_s or "expires_s" in self._columns
-        for row in rows if later.is_followed else ():
+        have_terms = terms.pin or later.is_pending or not _OF_TERMS.isdisjoint(self._columns)
+        for row in rows if later.is_followed and have_terms else ():
             is_in_another = mask[row] != only and residency.terms_of(row) != (0, 0, 0)
             if is_in_another or (may_differ and residency.expires_s(row) != expires_s):  # the header has other terms
                 later.note(row, ALL)

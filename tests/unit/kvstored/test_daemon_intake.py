@@ -114,10 +114,9 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -
 @pytest.mark.parametrize(
     ("place", "name", "at"),
     [
-        ("residency", "insert", 1),
-        ("residency", "insert", 4),
+        ("residency", "store_run", 1),
         ("room", "announce", 1),
-        ("room", "allocate_now", 4),
+        ("room", "allocate_run", 1),
         ("host", "write_many", 1),
         ("staging", "tokens_at", 1),
         ("staging", "tokens_at", 4),
@@ -173,10 +172,10 @@ def test_what_is_published_already_stays_published(tmp_path: Path, monkeypatch: 
 
     async def test(store: Store) -> None:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a mistake of ours"):
-            fail_once(patch, store.small.residency, "publish", 6)
+            fail_once(patch, store.small.residency, "publish_run", 2)
             await store.store(KEYS)
-        store.assert_nothing_left(blocks=5)
-        assert await store.store(KEYS) == [pb.STORE_STATUS_PRESENT] * 5 + [STORED]
+        store.assert_nothing_left(blocks=4)
+        assert await store.store(KEYS) == [pb.STORE_STATUS_PRESENT] * 4 + [STORED] * 2
 
     run(tmp_path, test)
 

@@ -15,7 +15,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.host_transfers import AT_ONCE_BYTES
 from kvstore_tiers.segments import segment_of
-from kvstore_tiers.testing.transfers import block, get
+from kvstore_tiers.testing.transfers import block, get, image_run
 
 PATIENCE_S = 30.0
 
@@ -27,19 +27,19 @@ def write(tier: HostTier, payload_bytes: int, blocks: int) -> tuple[list[Outcome
         header, payload = block(number, payload_bytes)
         slot = tier.allocate(slot_bytes(payload_bytes))
         assert slot is not None
-        writes.append((slot, header, [segment_of(payload)]))
+        writes.append((slot, header, segment_of(payload)))
 
     def done(outcomes: Sequence[Outcome]) -> None:
         handed.append((list(outcomes), threading.current_thread()))
         ended.set()
 
-    tier.write_many(writes, done)
+    tier.write_many(image_run(writes), done)
     at_once = ended.is_set()
     assert ended.wait(PATIENCE_S) and len(handed) == 1
-    for (slot, header, segments), outcome in zip(writes, handed[0][0], strict=True):
+    for (slot, header, segment), outcome in zip(writes, handed[0][0], strict=True):
         if outcome.ok:
             read, copy = get(tier, slot, header.key, payload_bytes)
-            assert read.ok and np.array_equal(copy, segments[0].owner)
+            assert read.ok and np.array_equal(copy, segment.owner)
     return (*handed[0], at_once)
 
 
@@ -74,7 +74,7 @@ def test_a_closed_tier_writes_nothing(payload_bytes: int) -> None:
     segment = tier.slot_segment(slot)
     handed: list[Sequence[Outcome]] = []
     tier._transfers.close()
-    tier.write_many([(slot, header, [segment_of(payload)])], handed.append)
+    tier.write_many(image_run([(slot, header, segment_of(payload))]), handed.append)
     assert [[outcome.kind for outcome in outcomes] for outcomes in handed] == [[OutcomeKind.CANCELLED]]
     assert segment.nbytes == slot.nbytes
     tier.close()

@@ -11,11 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, pack_unsummed, payload_checksum, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, Slot, Tier
 from kvstore_tiers.codecs import Codec
 from kvstore_tiers.codecs.images import coded_slot_bytes, encode_image, image_bytes
 from kvstore_tiers.codecs.shapes import PayloadShape
+from kvstore_tiers.host_transfers import ImageRun
 from kvstore_tiers.image import stamp_header
 from kvstore_tiers.segments import AlignedBuffer, Bytes, Segment, segment_of, view_at
 
@@ -48,6 +49,18 @@ def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
     by_position = dict(ended)
     assert len(by_position) == len(ended) == len(starts), "a transfer ended twice"
     return [by_position[position] for position in range(len(starts))]
+
+
+def image_run(blocks: Sequence[tuple[Slot, BlockHeader, Segment]]) -> ImageRun:
+    """Return a run for `HostTier.write_many` of blocks that each have a slot, a header and a payload."""
+    images = ImageRun()
+    for slot, header, payload in blocks:
+        pack_unsummed(
+            images.headers, images.add(slot, payload), header.key, header.parent, header.extra, header.fingerprint,
+            header.tenant, header.group, header.payload_bytes, header.tokens, header.depth, slot.generation,
+            header.created_ns, header.kept,
+        )  # fmt: skip
+    return images
 
 
 def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:

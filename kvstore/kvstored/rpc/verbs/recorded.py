@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
-from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.objects import OBJECTS
 from kvstore_proto.v1 import kvstore_pb2 as pb
@@ -37,7 +36,7 @@ def tokens_of(store: Store, encrypts: Callable[[bytes], bool], tenant: int, key:
     row = residency.find(tenant, key)
     if row < 0 or not residency.has(row, residency.mapped) or encrypts(bytes.fromhex(residency.tenants[tenant].name)):
         return b""
-    return tokens_in(store.host.view(residency.slot(row, residency.mapped))[:HEADER_BYTES].tobytes())
+    return tokens_in(store.host.slot_segment(residency.slot(row, residency.mapped)).address)
 
 
 def recorded(

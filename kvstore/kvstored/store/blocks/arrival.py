@@ -13,7 +13,7 @@ from kvstored.store.blocks.events import Listeners, NullListener
 from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
 from kvstored.store.blocks.view import ResidencyView, RowKind
-from kvstored.tier_set import ONLY, TIER_SETS
+from kvstored.tier_set import ONLY
 
 _FILLING = int(CopyState.FILLING)  # a plain int: half the time of a comparison with a member
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that comes whole
@@ -103,10 +103,11 @@ class Arrival:
         group: int,
         payload_bytes: int,
         now_ns: int,
+        filling: bool = False,
     ) -> list[int]:
         """Enter the blocks `keys`, readable in `tier` at once, as `insert` and `attach` would do for each. They
         continue the chain of the row `parent` (-1: they begin a chain), and take `slots` in order. Return their rows.
-        Raises RuntimeError for a key that is stored already.
+        With `filling` they are readable only after `publish_run`. Raises RuntimeError for a key that has a row already.
         """
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
         readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
@@ -118,7 +119,9 @@ class Arrival:
                 each.grow(rows.capacity)
         row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, bit, recall = copies.state, copies.kids, ONLY[tier], ghost.accesses
+        state, kids, recall = copies.state, copies.kids, ghost.accesses
+        entered, where, is_now = (unreadable, rows.filling, _FILLING) if filling else (readable, mask, _STORED)
+        bit = ONLY[tier]
         self._view.changes += 1
         found: list[int] = []
         for key in keys:
@@ -132,9 +135,9 @@ class Arrival:
             sizes[row] = payload_bytes
             last[row] = now_ns
             accesses[row] = recall(key)
-            mask[row] = bit
-            state[row] = _STORED
-            readable[key] = row
+            where[row] = bit
+            state[row] = is_now
+            entered[key] = row
             if parent >= 0:
                 links[parent] += 1
                 kids[parent] += 1
@@ -144,11 +147,14 @@ class Arrival:
         rows.live += len(found)
         copies.put_run(found, slots, tenant)
         index.fingerprints.add(fingerprint_id)
-        self._listeners.by_tier[tier].inserted(found, now_ns)
-        if self._listeners.is_followed:
-            for row in found:
-                self._listeners.presence_changed(row)
+        if not filling:
+            self._arrived(found, tier, now_ns)
         return found
+
+    def _arrived(self, rows: Sequence[int], tier: int, now_ns: int) -> None:
+        self._listeners.by_tier[tier].inserted(rows, now_ns)
+        if self._listeners.is_followed:
+            self._listeners.presence_of_run(rows)
 
     def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
         """Give the block at `row` a copy in `tier`, in `slot`. The copy is readable at once; with `filling`, only after
@@ -169,21 +175,28 @@ class Arrival:
 
     def publish(self, row: int, tier: int, now_ns: int) -> None:
         """Make the copy of the block at `row` in `tier`, which was being filled and is complete, readable."""
-        copies = self._view.copies[tier]
+        self.publish_run((row,), tier, now_ns)
+
+    def publish_run(self, run: Sequence[int], tier: int, now_ns: int) -> None:
+        """Make the copies in `tier` of the blocks `run`, which follow one another in a chain, readable. They were being
+        filled and are complete."""
+        rows, state, bit = self._view.rows, self._view.copies[tier].state, ONLY[tier]
+        mask, filling, keys = rows.mask, rows.filling, rows.keys
+        index = self._view.tenants[self._view.kind_tenant[rows.kind[run[0]]]]
+        readable, unreadable = index.readable, index.unreadable
         self._view.changes += 1
-        copies.state[row] = advance(copies.state[row], Step.PUBLISH)
-        rows = self._view.rows
-        others = rows.mask[row]
-        if not others:
-            index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
-            key = rows.keys[row]
-            index.readable[key] = index.unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
-        rows.mask[row] = others | ONLY[tier]
-        rows.filling[row] = TIER_SETS[rows.filling[row]].without(tier)
-        self._listeners.by_tier[tier].inserted((row,), now_ns)
-        if self._listeners.is_followed:
-            self._listeners.presence_changed(row)
-        if others:
+        elsewhere: list[tuple[int, int]] = []
+        for row in run:
+            state[row] = advance(state[row], Step.PUBLISH)
+            if others := mask[row]:
+                elsewhere.append((row, others))
+            else:
+                key = keys[row]
+                readable[key] = unreadable.pop(key)  # type: ignore[index, arg-type]  # a live row has a key
+            mask[row] |= bit
+            filling[row] &= ~bit
+        self._arrived(run, tier, now_ns)
+        for row, others in elsewhere:
             self._listeners.release(row, others)
 
     def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int, error: float = 0.0) -> None:

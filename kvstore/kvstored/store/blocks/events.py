@@ -105,7 +105,7 @@ class PresenceListener(Protocol):
 class Listeners:
     """A registry of the objects and functions that are notified of changes in the block index. `by_tier` has each
     tier's listener. `presence` has the listeners to changes of the tiers in which blocks can be read, and `noted` is a
-    function that is called with the row of each such change; `is_followed` is True when there is either. `forgets` and
+    function that is called with the rows of such changes; `is_followed` is True when there is either. `forgets` and
     `uses` are functions that are called on deletions and on uses."""
 
     def __init__(self, view: ResidencyView) -> None:
@@ -115,7 +115,7 @@ class Listeners:
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: list[PresenceListener] = []
         self.by_key: dict[int, KeyListener] = {}  # by tier: those of `by_tier` that know keys
-        self.noted: Callable[[int], object] | None = None
+        self.noted: Callable[[Sequence[int]], object] | None = None
         self.is_followed = False
         self.forgets: Callable[[int, Sequence[bytes] | None], None] | None = None
         self.uses: Callable[[Sequence[int], int], None] | None = None
@@ -144,11 +144,11 @@ class Listeners:
         self.presence.append(listener)
         self.is_followed = True
 
-    def note_with(self, note: Callable[[int], object] | None) -> None:
-        """Call `note` with the row of each block whose readable tiers have changed, from now on. It replaces the
+    def note_with(self, note: Callable[[Sequence[int]], object] | None) -> None:
+        """Call `note` with the rows of the blocks whose readable tiers have changed, from now on. It replaces the
         function of an earlier call; with None, no function is called.
 
-        `note` is called for each block of every put, so it should only append the row and do its work later, from the
+        `note` is called for every put, so it should only append the rows and do its work later, from the
         state of the index at that time: the row may be another block's by then, under another generation."""
         self.noted = note
         self.is_followed = note is not None or bool(self.presence)
@@ -165,12 +165,18 @@ class Listeners:
 
     def presence_changed(self, row: int) -> None:
         """Notify the listeners that the tiers in which the block at `row` can be read have changed."""
+        self.presence_of_run((row,))
+
+    def presence_of_run(self, rows: Sequence[int]) -> None:
+        """Notify the listeners that the tiers in which the blocks `rows`, all of one tenant, can be read have
+        changed."""
         if self.noted is not None:
-            self.noted(row)
-        if self.presence:
-            tenant, key = self._view.tenant_of(row), self._view.key(row)
-            for listener in self.presence:
-                listener.changed(tenant, key, self._view.rows.mask[row], row)
+            self.noted(rows)
+        view, mask = self._view, self._view.rows.mask
+        for listener in self.presence:
+            tenant = view.tenant_of(rows[0])
+            for row in rows:
+                listener.changed(tenant, view.key(row), mask[row], row)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self._view.deletions += 1

@@ -132,9 +132,16 @@ class UseCounts:
     def unpin_run(self, tokens: Iterable[int]) -> None:
         """Remove one pin of each block that a token in `tokens` names, if the block still exists. A block that was
         removed by force has lost its pins already."""
-        for row in map(self._view.current, tokens):
-            if row >= 0:
-                self.unpin(row)
+        pins, mask, release = self._view.pins, self._view.rows.mask, self._listeners.release
+        for row in self._view.rows.still_there(tokens):
+            left = pins.get(row, 0) - 1
+            if left > 0:
+                pins[row] = left
+            elif left == 0:
+                del pins[row]
+                release(row, mask[row])
+            else:
+                raise RuntimeError(f"row {row} unpinned more often than pinned")
 
 
 class Residency(ResidencyView):
@@ -167,6 +174,7 @@ class Residency(ResidencyView):
         self.store_run = arrival.store_run
         self.attach = arrival.attach
         self.publish = arrival.publish
+        self.publish_run = arrival.publish_run
         self.move = arrival.move
         self.note_stored = arrival.note_stored
         self.notify_adopted = arrival.notify_adopted

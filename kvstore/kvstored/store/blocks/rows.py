@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_tiers.base import Slot
@@ -150,6 +150,21 @@ class RowColumns:
         if self.keys[row] is None and not self.mask[row]:
             return -1
         return row
+
+    def tokens_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the token of each of `rows`."""
+        generation = self.generation
+        return [generation[row] << ROW_BITS | row for row in rows]
+
+    def still_there(self, tokens: Iterable[int]) -> list[int]:
+        """Return the rows that `tokens` name, without those whose blocks are gone."""
+        generation, keys, mask, capacity = self.generation, self.keys, self.mask, self.capacity
+        found = []
+        for token in tokens:
+            row = token & _ROW_MASK
+            if row < capacity and generation[row] == token >> ROW_BITS and (keys[row] is not None or mask[row]):
+                found.append(row)
+        return found
 
 
 def add_zeros(column: array[int], more: int) -> None:

@@ -186,7 +186,7 @@ class Gets:
         cause = self._cause(client, asked, found)
         self._counters.add("acquires")
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
-        tokens = [self._residency.token(row) for row in rows]
+        tokens = self._residency.rows.tokens_of(rows)
         now_ns = self._clock.monotonic_ns()
         soon = asyncio.get_running_loop().call_soon
         if not (asked.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
@@ -227,7 +227,7 @@ class Gets:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
         memory if the client reads that, otherwise the mapped tier."""
         residency = self._residency
-        tokens, mapped = [residency.token(row) for row in rows], residency.mapped
+        tokens, mapped = residency.rows.tokens_of(rows), residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
         if others:
             best, mask = self._exactness.best_tiers, residency.rows.mask
@@ -262,7 +262,7 @@ class Gets:
     def _count_access(self, client: Client, tokens: Sequence[int], asked: GetRequest, found: int, now_ns: int) -> None:
         """Count an access of the blocks that are still there, by a request that asked for others too."""
         residency = self._residency
-        rows = [row for row in map(residency.current, tokens) if row >= 0]
+        rows = residency.rows.still_there(tokens)
         missing = split_keys(asked.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
         if missing and residency.find(client.tenant_id, missing[0]) >= 0:
             missing = []  # a block is there that just cannot be had

@@ -17,20 +17,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvstore_proto.arena import BlockHeader
+from kvstore_proto.arena import pack_unsummed
 from kvstore_proto.identity import NO_PARENT
-from kvstore_proto.terms import Terms
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
-from kvstore_tiers.segments import Segment
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.durability import DurabilityMode, Settling, answers_of, settle_present, with_terms
+from kvstored.store.operations.intake import Intake, Part, leading_chain
 from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
@@ -45,33 +43,6 @@ _REFUSED = {
     NoSlot.OVER_QUOTA: (StoreStatus.OVER_QUOTA, Cause.OVER_QUOTA, "over_quota_blocks"),
     NoSlot.DECLINED: (StoreStatus.DECLINED, Cause.DECLINED, "declined_blocks"),
 }
-
-
-@dataclass(slots=True)
-class _Part:
-    """Blocks that are copied together, by the host tier's threads: `writes` has one entry for each of `copying`,
-    `copied` their outcomes.
-    """
-
-    begun: list[StagedBlock] = field(default_factory=list)
-    copying: list[StagedBlock] = field(default_factory=list)
-    writes: list[tuple[Slot, BlockHeader, list[Segment]]] = field(default_factory=list)
-    copied: asyncio.Future[Sequence[Outcome]] | None = None
-    kept: int = 0  # what the headers say of how long
-
-
-@dataclass(slots=True)
-class _Intake:
-    """The blocks of one put that must be stored; the first `begun` of them have begun, in `parts`."""
-
-    client: Client
-    mode: DurabilityMode
-    statuses: bytearray  # by position in the request
-    terms: Terms  # of new blocks
-    before: Sequence[bytes]  # keys, see Offer
-    blocks: list[StagedBlock] = field(default_factory=list)
-    begun: int = 0
-    parts: list[_Part] = field(default_factory=list)
 
 
 class Puts:
@@ -109,28 +80,29 @@ class Puts:
         error in the code ends the task, it takes back the begun blocks, and raises the error."""
         tenant = client.tenant_id
         self._feed.put(
-            tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
+            tenant, leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
         )
         statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
-        intake = _Intake(client, mode, statuses, terms, offer.before)
+        intake = Intake(client, mode, statuses, terms, offer.before)
         present: list[tuple[int, int]] = []
         rows, waiting = self._retention.find_each(tenant, offer.packed), frozenset[int]()
         if client.exact:
             rows, waiting = self._lossy.give_way(rows)
+        being_written, make_way = self.being_written, self._retention.make_way if self._retention.has_expiries else None
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
             if position in waiting:
-                intake.statuses[position] = StoreStatus.AGAIN
+                statuses[position] = StoreStatus.AGAIN
             elif row >= 0 and not self._needs_new_copy(row):
-                intake.statuses[position] = StoreStatus.PRESENT
+                statuses[position] = StoreStatus.PRESENT
                 present.append((position, row))
-            elif key in (offer.parents[position], NO_PARENT):
+            elif key == offer.parents[position] or key == NO_PARENT:
                 continue
-            elif (tenant, key) in self.being_written or not self._retention.make_way(tenant, key):
-                intake.statuses[position] = StoreStatus.AGAIN
+            elif (tenant, key) in being_written or (make_way is not None and not make_way(tenant, key)):
+                statuses[position] = StoreStatus.AGAIN
             elif offer.offsets[position] == NOWHERE:
-                intake.statuses[position] = StoreStatus.WANTED
+                statuses[position] = StoreStatus.WANTED
             else:
-                self.being_written.add((tenant, key))
+                being_written.add((tenant, key))
                 intake.blocks.append(offer.block(position))
         durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
@@ -142,7 +114,7 @@ class Puts:
         try:
             self._announce(intake)
             if not client.beginning:
-                intake.parts.append(part := _Part(kept=self._retention.kept(intake.terms)))
+                intake.parts.append(part := Part(kept=self._retention.kept(intake.terms)))
                 self._begin_blocks(intake, self._part_end(intake))
                 self._start_copies(part)
         except Exception as error:
@@ -156,7 +128,7 @@ class Puts:
         storing.add_done_callback(lambda _: let_go())
         return answers_of(storing, intake.statuses, durability, settling, mode)
 
-    def _ended(self, intake: _Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
+    def _ended(self, intake: Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
         self._running.pop(storing, None)
         self.being_written.difference_update((client.tenant_id, block.key) for block in intake.blocks)
@@ -165,7 +137,7 @@ class Puts:
         client.copying.discard(storing)
         client.put_ended()
 
-    async def _store_rest(self, intake: _Intake, mistake: Exception | None) -> Settling:
+    async def _store_rest(self, intake: Intake, mistake: Exception | None) -> Settling:
         """Begin the blocks that have not begun, and publish all."""
         client, settling = intake.client, Settling()
         try:
@@ -176,7 +148,7 @@ class Puts:
                     async with client.turn:  # requests of one client begin in order: parents before children
                         while intake.begun < len(intake.blocks):
                             await asyncio.sleep(0)  # others on the loop have their turn
-                            intake.parts.append(_Part(kept=self._retention.kept(intake.terms)))
+                            intake.parts.append(Part(kept=self._retention.kept(intake.terms)))
                             await self._begin_part(intake)
             finally:
                 client.beginning -= 1
@@ -192,7 +164,7 @@ class Puts:
 
     # Slots, rows and copies
 
-    def _announce(self, intake: _Intake) -> None:
+    def _announce(self, intake: Intake) -> None:
         """Notify the policy of the blocks that will be stored, a piece of a chain at a time."""
         first, blocks, tenant = 0, intake.blocks, intake.client.tenant_id
         for at in range(1, len(blocks) + 1):
@@ -203,7 +175,7 @@ class Puts:
                     self._room.announce(tenant, parent, [block.key for block in coming])
                 first = at
 
-    def _part_end(self, intake: _Intake) -> int:
+    def _part_end(self, intake: Intake) -> int:
         """Return where the next part ends: after work for half a millisecond of the control thread."""
         begun, blocks, fingerprint = intake.begun, intake.blocks, intake.client.fingerprint
         if begun == len(blocks):
@@ -212,71 +184,92 @@ class Puts:
         most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // blocks[begun].payload_bytes)
         return min(begun + max(most, 1), len(blocks))
 
-    def _begin_blocks(self, intake: _Intake, end: int, slot: Slot | None = None) -> None:
+    def _begin_blocks(self, intake: Intake, end: int, slot: Slot | None = None) -> None:
         """Give blocks up to `end` a slot and a row each, until one needs room to be made; `slot` is for the first."""
         residency, client, tenant = self._residency, intake.client, intake.client.tenant_id
-        now_ns = self._clock.monotonic_ns()
-        key, depth = NO_PARENT, 0  # of the block that began last
+        index = residency.tenants[tenant]
+        kept = [slot] if slot is not None else []
         try:
-            for block in intake.blocks[intake.begun : end]:
-                is_next = block.parent == key != NO_PARENT and residency.find(tenant, block.key) < 0
-                if not is_next:  # else its parent began just now, and neither of them is stored
-                    refusal = self._refusal(client, block)
-                    if refusal is not None:
-                        intake.statuses[block.position] = refusal
-                        intake.begun += 1
-                        continue
-                    parent = residency.find_any(tenant, block.parent)
-                    depth = residency.depth(parent) if parent >= 0 else -1
-                if slot is not None and slot.nbytes != block.nbytes:  # kept from a block that was refused
-                    self._host.free(slot)
-                    slot = None
-                if slot is None and block.reserved is None:
-                    slot = self._room.allocate_now(block.nbytes, tenant)
-                    if slot is None:
+            while intake.begun < end:
+                block = intake.blocks[intake.begun]
+                refusal = self._refusal(client, block)
+                if refusal is not None:
+                    intake.statuses[block.position] = refusal
+                    intake.begun += 1
+                    continue
+                parent = residency.find_any(tenant, block.parent)
+                is_alone = (parent < 0 and block.parent != NO_PARENT) or residency.find_any(tenant, block.key) >= 0
+                if kept and kept[0].nbytes != block.nbytes:  # kept from a block that was refused
+                    self._host.free(kept.pop())
+                # A slot counts against the tenant's maximum once it is a block's: before, none may be taken beside it.
+                run = [block] if is_alone or kept else intake.run_from(index, end)
+                if block.reserved is not None:
+                    kept = [block.reserved.take(each.offset) for each in run]
+                elif not kept:
+                    kept = self._room.allocate_run(len(run), block.nbytes, tenant)
+                    run = run[: len(kept)]
+                    if not run:
                         break
-                intake.begun += 1
+                intake.begun += len(run)
                 try:
-                    row = -1 if is_next else residency.find(tenant, block.key)  # stored, but out of reach
-                    if row < 0:
-                        row = residency.insert(
-                            tenant, block.key, block.parent, fingerprint_id=client.fingerprint_id, group=block.group,
-                            depth=depth + 1, payload_bytes=block.payload_bytes, now_ns=now_ns,
-                        )  # fmt: skip
+                    depth = self._enter(client, run, parent, kept)
                 except CyclicChainError as error:
                     log.warning("client %s of %s: %s", client.client_name, client.tenant.name, error)
+                    if block.reserved is not None:  # that slot has this block's payload
+                        self._host.free(kept.pop())
                     continue
-                key, depth = block.key, depth + 1
-                taken = slot if block.reserved is None else block.reserved.take(block.offset)
-                assert taken is not None
-                residency.attach(row, residency.mapped, taken, now_ns, filling=True)
-                block.token, slot = residency.token(row), None
-                self._add(client, block, taken, depth, intake.parts[-1])
+                intake.parts[-1].begun += run  # from here on they are taken back as blocks
+                slots, kept = kept, []
+                self._add(client, run, slots, depth, intake.parts[-1])
         finally:
-            if slot is not None:
-                self._host.free(slot)
+            for left in kept:
+                self._host.free(left)
 
-    def _add(self, client: Client, block: StagedBlock, slot: Slot, depth: int, part: _Part) -> None:
-        """Handle a block that has its slot and its row: its copy is one of the part's, unless its tokens do not match
-        the key.
+    def _enter(self, client: Client, run: list[StagedBlock], parent: int, slots: list[Slot]) -> int:
+        """Give the blocks of `run`, which continue the row `parent`, a row each and the `slots`. Return the depth of
+        the first. Raises CyclicChainError for a block that would be its own ancestor; it has no row and slot then."""
+        residency, tenant, first = self._residency, client.tenant_id, run[0]
+        now_ns, depth = self._clock.monotonic_ns(), residency.depth(parent) + 1 if parent >= 0 else 0
+        if len(run) == 1:
+            row = residency.find(tenant, first.key)  # stored, but out of reach
+            if row < 0:
+                row = residency.insert(
+                    tenant, first.key, first.parent, fingerprint_id=client.fingerprint_id, group=first.group,
+                    depth=depth, payload_bytes=first.payload_bytes, now_ns=now_ns,
+                )  # fmt: skip
+            residency.attach(row, residency.mapped, slots[0], now_ns, filling=True)
+            rows = [row]
+        else:
+            rows = residency.store_run(
+                tenant, [block.key for block in run], parent, residency.mapped, slots,
+                fingerprint_id=client.fingerprint_id, group=first.group, payload_bytes=first.payload_bytes,
+                now_ns=now_ns, filling=True,
+            )  # fmt: skip
+        for block, token in zip(run, residency.rows.tokens_of(rows), strict=True):
+            block.token = token
+        return depth
+
+    def _add(self, client: Client, run: list[StagedBlock], slots: list[Slot], depth: int, part: Part) -> None:
+        """Handle blocks that have a slot and a row each: their copies are among the part's, unless the tokens of one do
+        not match its key.
         """
-        part.begun.append(block)
-        tokens = block.staged.tokens_at(block.offset)
-        if not block.is_made_of(tokens, client):
-            block.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
-            return
-        header = BlockHeader(
-            key=block.key, parent=block.parent, extra=block.extra,
-            fingerprint=client.fingerprint_digest, tenant=client.tenant.digest, group=block.group,
-            payload_bytes=block.payload_bytes, tokens=tokens, depth=depth,
-            generation=slot.generation, created_ns=self._clock.wall_ns(), kept=part.kept,
-        )  # fmt: skip
-        part.copying.append(block)
-        part.writes.append((slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))
+        fingerprint, tenant, created_ns = client.fingerprint_digest, client.tenant.digest, self._clock.wall_ns()
+        for block, slot in zip(run, slots, strict=True):
+            tokens = block.staged.tokens_at(block.offset)
+            if block.is_made_of(tokens, client):
+                part.copying.append(block)
+                at = part.images.add(slot, block.staged.payload_at(block.offset, block.payload_bytes))
+                pack_unsummed(
+                    part.images.headers, at, block.key, block.parent, block.extra, fingerprint, tenant, block.group,
+                    block.payload_bytes, tokens, depth, slot.generation, created_ns, part.kept,
+                )  # fmt: skip
+            else:
+                block.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
+            depth += 1
 
-    def _start_copies(self, part: _Part) -> None:
-        if part.writes:
-            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
+    def _start_copies(self, part: Part) -> None:
+        if len(part.images):
+            part.copied = self._completions.outcome_of(partial(self._host.write_many, part.images))
 
     def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
         """Return why the block is not stored, or None if it is. An orphan could not be reached: under full attention,
@@ -296,7 +289,7 @@ class Puts:
 
     # Room
 
-    async def _begin_part(self, intake: _Intake) -> None:
+    async def _begin_part(self, intake: Intake) -> None:
         """Begin one more part, making room if there is none."""
         end, tenant, part = self._part_end(intake), intake.client.tenant_id, intake.parts[-1]
         while intake.begun < end:
@@ -316,7 +309,7 @@ class Puts:
             self._begin_blocks(intake, end, slot)
         self._start_copies(part)
 
-    def _refuse(self, intake: _Intake, why: NoSlot) -> None:
+    def _refuse(self, intake: Intake, why: NoSlot) -> None:
         """Give no slot to the next block, nor to the blocks that continue it: they could not be reached without it, or
         are worth no more. A later miss of any of them gives this reason.
         """
@@ -335,13 +328,15 @@ class Puts:
 
     # Publication
 
-    def _publish(self, intake: _Intake, part: _Part) -> Settling:
+    def _publish(self, intake: Intake, part: Part) -> Settling:
         """Make whole blocks readable, in chain order, once their copies have ended, and begin to write through the ones
         that need it. Write-through pins its blocks, so it begins in this turn of the loop: a turn later they may
         have been evicted and their rows be other blocks'.
         """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
         published, stored_bytes = dict[int, int](), 0  # rows by position
+        runs: list[list[int]] = []  # each of blocks that follow one another
+        parents = residency.rows.parent
         for block in part.begun:
             row, outcome = residency.current(block.token), block.outcome
             assert row >= 0 and outcome is not None, "a block went away while it was being filled"
@@ -352,12 +347,18 @@ class Puts:
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
-            residency.publish(row, residency.mapped, now_ns)
-            if not intake.client.exact:
-                self._lossy.accept(row)
+            if runs and parents[row] == runs[-1][-1]:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
             intake.statuses[block.position] = StoreStatus.STORED
             published[block.position] = row
             stored_bytes += block.payload_bytes
+        for run in runs:
+            residency.publish_run(run, residency.mapped, now_ns)
+        if not intake.client.exact:
+            for row in published.values():
+                self._lossy.accept(row)
         if published:
             self._counters.add("stored_blocks", len(published))
             self._counters.add("stored_bytes", stored_bytes)
@@ -373,7 +374,7 @@ class Puts:
         }  # fmt: skip
         return with_terms(self._retention, published.items(), settling)
 
-    async def _take_back(self, parts: Sequence[_Part]) -> None:
+    async def _take_back(self, parts: Sequence[Part]) -> None:
         """Take back blocks that are not published, as if they had never begun, once nothing copies into them."""
         for part in parts:
             if part.copied is not None:
@@ -382,9 +383,3 @@ class Puts:
             row = self._residency.current(block.token)
             if row >= 0 and self._residency.state(row, self._residency.mapped) is CopyState.FILLING:
                 self._host.free(self._residency.detach(row, self._residency.mapped))
-
-
-def _leading_chain(offer: Offer) -> Sequence[bytes]:
-    """Return the keys of the offer's first chain; as a rule it has no other."""
-    keys, parents = offer.keys, offer.parents
-    return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]

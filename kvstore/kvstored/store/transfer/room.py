@@ -57,9 +57,15 @@ class Room:
         """Return a free slot of `nbytes` if there is one and `tenant` is below its quota, otherwise None; evict
         nothing. `writable`: take it from an arena that the tenant's clients can write.
         """
-        if self._is_over_quota(tenant, nbytes):
-            return None
-        return self._tier.allocate(nbytes, self._owner(tenant, writable))
+        found = self.allocate_run(1, nbytes, tenant, writable=writable)
+        return found[0] if found else None
+
+    def allocate_run(self, most: int, nbytes: int, tenant: int, *, writable: bool = False) -> list[Slot]:
+        """Return up to `most` free slots of `nbytes`, as `allocate_now` would return them one by one."""
+        left_bytes = self._left_of_quota(tenant)
+        if left_bytes is not None:
+            most = min(most, max(left_bytes, 0) // nbytes)
+        return self._tier.allocate_run(most, nbytes, self._owner(tenant, writable)) if most else []
 
     def next_victim(self, nbytes: int, tenant: int, exclude: Container[int] = ()) -> int:
         """Return the row of the block that would be evicted to store `nbytes` of `tenant`, if those in `exclude` may
@@ -192,15 +198,20 @@ class Room:
     def _is_over_quota(self, tenant: int, nbytes: int) -> bool:
         """Say whether `nbytes` more would take the tenant over its quota, the most of the tier that it may take: then
         it has to make room from its own blocks."""
+        left_bytes = self._left_of_quota(tenant)
+        return left_bytes is not None and nbytes > left_bytes
+
+    def _left_of_quota(self, tenant: int) -> int | None:
+        """Return how many bytes more the tenant may take of the tier; None where it has no quota."""
         share = self._victims.policy.shares.get(tenant)
         if share is None or share.max_bytes is None:
-            return False
+            return None
         residency, tier = self._residency, self._position
         held_bytes = sum(
             residency.tenant_bytes(charged, tier) + residency.reserved_bytes(charged, tier)
             for charged in share.charged_with or (tenant,)
         )
-        return held_bytes + nbytes > share.max_bytes
+        return share.max_bytes - held_bytes
 
     def _owner(self, tenant: int, writable: bool) -> str:
         name = self._residency.tenants[tenant].name

@@ -1,0 +1,173 @@
+// Copies of payloads that hash as they go: each byte is read once, into a register, and stored and hashed from there.
+// So a hash is of what was stored, also where another process writes to the source meanwhile. The hash is xxh3_64 with
+// the default secret and no seed, of more than 240 bytes (xxHash by Yann Collet, BSD 2-Clause).
+//
+// Large payloads are stored past the caches: a cached store first reads the line that it will replace, so that a copy
+// moves three bytes for each one. Stores past the caches end before the header that vouches for them is written.
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr uint64_t P32_1 = 0x9E3779B1U, P32_2 = 0x85EBCA77U, P32_3 = 0xC2B2AE3DU;
+constexpr uint64_t P64_1 = 0x9E3779B185EBCA87U, P64_2 = 0xC2B2AE3D27D4EB4FU, P64_3 = 0x165667B19E3779F9U;
+constexpr uint64_t P64_4 = 0x85EBCA77C2B2AE63U, P64_5 = 0x27D4EB2F165667C5U, MIX = 0x165667919E3779F9U;
+constexpr size_t STRIPE = 64, STRIPES_A_BLOCK = 16, SECRET = 192, HEADER = 4096;
+constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
+constexpr size_t PAST_CACHES = 128 * 1024;     // payloads from this size on
+constexpr size_t CHECKSUM_AT = 128, HEADER_CHECKSUM_AT = 152, STORED_CHECKSUM_AT = 168;  // kvstore_proto/arena.py
+
+alignas(64) const uint8_t SECRET_BYTES[SECRET] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+struct Sums {
+    __m256i low, high;
+};
+
+inline uint64_t word(const void* at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+inline uint64_t folded(uint64_t a, uint64_t b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+inline __m256i loaded(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+
+inline __m256i added(__m256i sum, __m256i data, const uint8_t* secret) {
+    const __m256i key = _mm256_xor_si256(data, loaded(secret));
+    const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+    return _mm256_add_epi64(_mm256_add_epi64(sum, _mm256_shuffle_epi32(data, 0x4E)), product);
+}
+
+inline __m256i scrambled(__m256i sum, const uint8_t* secret) {
+    const __m256i key = _mm256_xor_si256(_mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47)), loaded(secret));
+    const __m256i prime = _mm256_set1_epi32(static_cast<int>(P32_1));
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(key, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(key, prime), _mm256_slli_epi64(high, 32));
+}
+
+inline Sums begun() {
+    alignas(32) const uint64_t first[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    return {_mm256_load_si256(reinterpret_cast<const __m256i*>(first)),
+            _mm256_load_si256(reinterpret_cast<const __m256i*>(first + 4))};
+}
+
+uint64_t ended(Sums sums, const uint8_t* last_stripe, size_t nbytes) {
+    const uint8_t* secret = SECRET_BYTES + SECRET - STRIPE - 7;
+    alignas(32) uint64_t of[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(of), added(sums.low, loaded(last_stripe), secret));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(of + 4), added(sums.high, loaded(last_stripe + 32), secret + 32));
+    uint64_t hash = nbytes * P64_1;
+    for (size_t pair = 0; pair < 4; ++pair) {
+        const uint8_t* mixed = SECRET_BYTES + 11 + 16 * pair;
+        hash += folded(of[2 * pair] ^ word(mixed), of[2 * pair + 1] ^ word(mixed + 8));
+    }
+    hash = (hash ^ hash >> 37) * MIX;
+    return hash ^ hash >> 32;
+}
+
+enum class Store { NONE, CACHED, PAST };
+
+template <Store STORE, bool HASH>
+Sums stripes(uint8_t* target, const uint8_t* source, size_t count) {
+    Sums sums = begun();
+    for (size_t at = 0; at < count; ++at, source += STRIPE, target += STRIPE) {
+        if (STORE == Store::PAST) _mm_prefetch(reinterpret_cast<const char*>(source) + AHEAD, _MM_HINT_NTA);
+        __m256i low = loaded(source), high = loaded(source + 32);
+        asm volatile("" : "+x"(low), "+x"(high));  // in registers from here on: the source is not read again
+        if (STORE == Store::PAST) {
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(target), low);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(target + 32), high);
+        } else if (STORE == Store::CACHED) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), low);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + 32), high);
+        }
+        if (!HASH) continue;
+        const uint8_t* secret = SECRET_BYTES + 8 * (at % STRIPES_A_BLOCK);
+        sums.low = added(sums.low, low, secret);
+        sums.high = added(sums.high, high, secret + 32);
+        if (at % STRIPES_A_BLOCK == STRIPES_A_BLOCK - 1) {
+            sums.low = scrambled(sums.low, SECRET_BYTES + SECRET - STRIPE);
+            sums.high = scrambled(sums.high, SECRET_BYTES + SECRET - STRIPE + 32);
+        }
+    }
+    return sums;
+}
+
+uint64_t hashed(const uint8_t* source, size_t nbytes) {
+    const Sums sums = stripes<Store::NONE, true>(nullptr, source, (nbytes - 1) / STRIPE);
+    return ended(sums, source + nbytes - STRIPE, nbytes);
+}
+
+uint64_t copied_and_hashed(uint8_t* target, const uint8_t* source, size_t nbytes) {
+    const size_t whole = (nbytes - 1) / STRIPE;
+    const bool is_past = nbytes >= PAST_CACHES && reinterpret_cast<uintptr_t>(target) % 32 == 0;
+    const Sums sums = is_past ? stripes<Store::PAST, true>(target, source, whole)
+                              : stripes<Store::CACHED, true>(target, source, whole);
+    memcpy(target + whole * STRIPE, source + whole * STRIPE, nbytes - whole * STRIPE);
+    if (is_past) _mm_sfence();
+    return ended(sums, target + nbytes - STRIPE, nbytes);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Copies `nbytes` (over 240) from `source` to `target`, and returns the hash of what is there.
+uint64_t kv_copy_and_hash(uint8_t* target, const uint8_t* source, size_t nbytes) {
+    return copied_and_hashed(target, source, nbytes);
+}
+
+// Copies `nbytes`, past the caches where they are many.
+void kv_copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
+    const size_t to_line = -reinterpret_cast<uintptr_t>(target) % STRIPE;
+    if (nbytes < PAST_CACHES) {
+        memcpy(target, source, nbytes);
+        return;
+    }
+    memcpy(target, source, to_line);
+    const size_t whole = (nbytes - to_line) / STRIPE, rest = to_line + whole * STRIPE;
+    stripes<Store::PAST, false>(target + to_line, source + to_line, whole);
+    memcpy(target + rest, source + rest, nbytes - rest);
+    _mm_sfence();
+}
+
+// Stores blocks until none is left, beside other threads with equal arguments: `next` counts the blocks that were
+// taken. Block i is in the slot at `targets[i]`, its payload of `sizes[i]` bytes (over 240) at `sources[i]`, which is
+// the slot's own place of it or apart. Header i at `headers + 4096 * i` is complete but for its checksums.
+void kv_store_images(
+    uint64_t* next, uint64_t count, uint8_t* const* targets, const uint8_t* const* sources, const uint64_t* sizes,
+    uint8_t* headers) {
+    for (uint64_t at; (at = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < count;) {
+        uint8_t *payload = targets[at] + HEADER, *header = headers + HEADER * at;
+        const uint64_t checksum = sources[at] == payload ? hashed(payload, sizes[at])
+                                                         : copied_and_hashed(payload, sources[at], sizes[at]);
+        memcpy(header + CHECKSUM_AT, &checksum, sizeof checksum);
+        memcpy(header + STORED_CHECKSUM_AT, &checksum, sizeof checksum);
+        const uint64_t of_header = hashed(header, HEADER);
+        memcpy(header + HEADER_CHECKSUM_AT, &of_header, sizeof of_header);
+        memcpy(targets[at], header, HEADER);
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,54 @@
+"""Copies of payloads in host memory by compiled code: one pass over the bytes for a copy and its hash, and stores past
+the caches where a payload is large. Such a copy moves two bytes for each, an ordinary one three, and a hash a fourth.
+
+The module gives the functions of `host_copies.cpp`. Where there is no compiler or another processor, and until the code
+is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import logging
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_cuda.native_library import NativeLibrary, has_avx2
+
+NATIVE_VARIABLE = "KVSTORED_NATIVE_COPIES"  # 0: none
+HASHED_MIN_BYTES = 241  # the compiled hash is for more bytes than xxh3 has short forms for
+PAST_CACHES_BYTES = 128 * 1024  # what is shorter is copied as quickly by anyone
+
+
+def _made() -> ct.CDLL:
+    from kvstore_cuda.native_build import AVX2, BuildError, Unit, build_library  # by the few processes that need it
+
+    if not has_avx2():
+        raise BuildError("this processor has no AVX2")
+    found = ct.CDLL(str(build_library("host-copies", Path(__file__).parent, [Unit("host_copies.cpp", AVX2)])))
+    place, size = ct.c_void_p, ct.c_size_t
+    found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
+    found.kv_copy_and_hash.argtypes, found.kv_copy_and_hash.restype = (place, place, size), ct.c_uint64
+    found.kv_store_images.argtypes = (place, ct.c_uint64, place, place, place, place)
+    found.kv_store_images.restype = None
+    return found
+
+
+native = NativeLibrary("host-copies", NATIVE_VARIABLE, "payloads are copied", _made, logging.INFO)
+
+
+def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """Copy the bytes of `source` to `target`, without the GIL. Both are one-dimensional, contiguous and of equal
+    length.
+    """
+    library = native.get() if target.nbytes >= PAST_CACHES_BYTES else None
+    if library is None or source.nbytes != target.nbytes:
+        np.copyto(target, source)
+    else:
+        library.kv_copy(_address(target), _address(source), target.nbytes)
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    found: int = array.__array_interface__["data"][0]  # quicker than `array.ctypes.data`
+    return found

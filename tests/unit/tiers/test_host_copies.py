@@ -1,0 +1,105 @@
+"""Compiled copies and hashes give what memmove, numpy and xxhash give, of every length and alignment."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore_cuda import host_copies
+from kvstore_cuda.host_copies import HASHED_MIN_BYTES, PAST_CACHES_BYTES, copy_array, native
+from kvstore_proto.arena import HEADER_BYTES, Bytes, slot_bytes
+from kvstore_tiers.base import Outcome, Slot
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import Segment, gather_and_checksum, segment_of
+from kvstore_tiers.testing.transfers import block, image_run
+from tests.reference.skips import skip_without_compiler
+
+LENGTHS = st.one_of(st.integers(HASHED_MIN_BYTES, 5000), st.integers(PAST_CACHES_BYTES - 70, PAST_CACHES_BYTES + 5000))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> ct.CDLL:
+    skip_without_compiler()
+    found = native.wait()
+    if found is None:
+        pytest.skip("no compiled copies on this processor")
+    return found
+
+
+@given(nbytes=LENGTHS, shift=st.integers(0, 70), seed=st.integers(0, 2**32 - 1))
+def test_a_copy_and_its_hash(nbytes: int, shift: int, seed: int) -> None:
+    source = np.random.default_rng(seed).integers(0, 256, nbytes + 70, np.uint8)[shift : shift + nbytes]
+    for offset in (0, 70 - shift):
+        around = np.zeros(nbytes + 140, np.uint8)
+        target = around[offset : offset + nbytes]
+        assert gather_and_checksum(target.ctypes.data, [segment_of(source)], nbytes) == xxhash.xxh3_64_intdigest(source)
+        assert np.array_equal(target, source)
+        target[:] = 0
+        copy_array(target, source)
+        assert np.array_equal(target, source)
+        assert not around[:offset].any() and not around[offset + nbytes :].any(), "nothing beside it is written"
+
+
+def test_a_copy_refuses_what_does_not_fit(library: ct.CDLL) -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        copy_array(np.zeros(PAST_CACHES_BYTES, np.uint8), np.zeros(PAST_CACHES_BYTES + 1, np.uint8))
+
+
+@pytest.mark.parametrize("payload_bytes", [HASHED_MIN_BYTES, 4096, 12_000, 3 * 2**20 + 4096])
+def test_slots_are_equal_to_the_bit(payload_bytes: int, monkeypatch: pytest.MonkeyPatch, library: ct.CDLL) -> None:
+    """Blocks from elsewhere, and blocks whose payload is in its slot already."""
+    images: list[list[bytes]] = []
+    for found in (library, None):
+        monkeypatch.setattr(native, "library", found)
+        with closing(HostTier(64 << 20, arena_bytes=32 << 20)) as tier:
+            images.append(_stored(tier, payload_bytes))
+    assert images[0] == images[1]
+
+
+def _stored(tier: HostTier, payload_bytes: int) -> list[bytes]:
+    writes, slots, handed = [], list[Slot](), list[Sequence[Outcome]]()
+    for number in range(5):
+        header, payload = block(number, payload_bytes)
+        slot = tier.allocate(slot_bytes(payload_bytes))
+        assert slot is not None
+        slots.append(slot)
+        segment = segment_of(payload)
+        if number % 2:
+            tier.view(slot)[HEADER_BYTES : HEADER_BYTES + payload_bytes] = payload
+            segment = tier.slot_segment(slot).part(HEADER_BYTES, payload_bytes)
+        writes.append((slot, header, segment))
+    ended = threading.Event()
+    tier.write_many(image_run(writes), lambda outcomes: (handed.append(outcomes), ended.set()))
+    assert ended.wait(30.0)
+    assert all(outcome.ok for outcome in handed[0]) and tier.statistics().writes == 5
+    for slot, header, _ in writes:
+        written = header.stamped(slot.generation, xxhash.xxh3_64_intdigest(_payload(tier, slot, payload_bytes)))
+        assert tier.view(slot)[:HEADER_BYTES].tobytes() == written.pack()
+    return [tier.view(slot).tobytes() for slot in slots]
+
+
+def _payload(tier: HostTier, slot: Slot, payload_bytes: int) -> Bytes:
+    return tier.view(slot)[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+
+
+def test_the_hash_is_of_what_was_stored() -> None:
+    """The source's last byte changes between two hashes of it: each is that of its own copy."""
+    source, target = np.zeros(PAST_CACHES_BYTES + 64, np.uint8), np.ones(PAST_CACHES_BYTES + 64, np.uint8)
+    for value in range(3):
+        source[-1] = value
+        found = gather_and_checksum(target.ctypes.data, [Segment(source.ctypes.data, len(source))], len(source))
+        assert found == xxhash.xxh3_64_intdigest(target)
+
+
+def test_nothing_is_made_where_the_variable_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(host_copies.NATIVE_VARIABLE, "0")
+    again = type(native)("none", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
+    assert again.wait(1.0) is None
