@@ -95,6 +95,7 @@ class LfuTtl(OrderedPolicy):
     # Events
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.expect_accesses(len(rows))
         where, stamp, keys, uses = self.where, self.stamp, self._key, self.residency.rows.accesses
         age = self._age
         tenant = self.residency.tenant_of(rows[0])

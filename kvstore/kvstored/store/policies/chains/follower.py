@@ -99,6 +99,7 @@ class ChainFollower:
             self._inserted_run(rows, now_ns)
             return
         self.next = self.named = -1
+        self.lru.expect_accesses(1)
         self.lru.accesses += 1
         self.lru.stamp[row] = self.lru.accesses
         self.lru.where[row] = QUEUED
