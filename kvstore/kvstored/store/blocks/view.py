@@ -307,7 +307,8 @@ class ResidencyView:
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the tenant's number for each of `rows`, as an array."""
-        return np.array(self.kind_tenant, np.int64)[as_array(self.rows.kind)[rows]]
+        found: npt.NDArray[np.int64] = np.array(self.kind_tenant, np.int64)[as_array(self.rows.kind)[rows]]
+        return found
 
     def kind(self, row: int) -> RowKind:
         """Return the tenant, fingerprint and layer group of the block at `row`."""
