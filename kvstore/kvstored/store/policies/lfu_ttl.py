@@ -80,7 +80,7 @@ class _Buckets:
 
 class LfuTtl(OrderedPolicy):
     """The policy lfu-ttl: it evicts the block used least often, with ageing. An access takes constant time; memory is
-    21 bytes for each row.
+    17 bytes for each row.
     """
 
     def __init__(

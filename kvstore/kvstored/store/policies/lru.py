@@ -23,7 +23,7 @@ _HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """The policy lru: it evicts the block used longest ago. An event takes constant time; memory is 16 bytes for each
+    """The policy lru: it evicts the block used longest ago. An event takes constant time; memory is 13 bytes for each
     row.
 
     A block is hot if fewer accesses came since its last use than a quarter of the blocks in the tier, and warm if fewer
