@@ -9,7 +9,7 @@ A block's cost is the policy's whole time for its request, over the request's bl
 percentile over blocks. Beside it, the same over requests, where one of a single block counts as much as one of a
 thousand; and by victim, where the calls about a victim count for the one block that took its place; and of
 the choice alone: who goes, and whether the newcomer is declined. The longest call shows what an event loop would wait
-for.
+for. What a policy leaves for the loop's next turn is shown apart, as its mean over all blocks.
 
 Cases: a made-up chat and made-up agents (`--trace FILE --format NAME`: a real trace) in a tier of 5 % of their blocks;
 the same with all requests of a minute at one instant (a burst); and chats in a tier that holds a million blocks.
@@ -60,6 +60,7 @@ class Spent:
     blocks: array[float] = field(default_factory=lambda: array("d"))  # of each block, by victim
     choices: array[float] = field(default_factory=lambda: array("d"))  # of each victim: to name it, and to decline
     longest: float = 0.0
+    afterwards: float = 0.0  # for what no request waits
 
     def close(self, accesses: int) -> None:
         """Note the end of a request of `blocks` block accesses."""
@@ -120,7 +121,13 @@ def measure(replay: Replay, *, after: int = 0) -> Spent:
             if hasattr(policy, name):
                 setattr(policy, name, timed(name, getattr(policy, name)))
 
-    request, done = replay.request, 0
+    request, catch_up, done = replay.request, replay.catch_up, 0
+
+    def caught_up() -> None:
+        began_ns = time.thread_time_ns()
+        catch_up()
+        if done > 2 * after:
+            spent.afterwards += max(0.0, time.thread_time_ns() - began_ns - nothing_ns)
 
     def watched(keys: list[bytes], op: Op, *rest: Any) -> int:
         nonlocal done
@@ -133,6 +140,7 @@ def measure(replay: Replay, *, after: int = 0) -> Spent:
         return hits
 
     setattr(replay, "request", watched)  # noqa: B010
+    setattr(replay, "catch_up", caught_up)  # noqa: B010
     replay.run()
     return spent
 
@@ -184,6 +192,7 @@ def rows_of(name: str, rounds: list[Spent]) -> list[Row]:
     by_request, longest_us = each.tolist(), min(spent.longest for spent in rounds) / 1000
     by_victim = (np.min([np.array(spent.blocks) for spent in rounds], axis=0) / 1000).tolist()
     choice = (np.min([np.array(spent.choices) for spent in rounds], axis=0) / 1000).tolist()
+    afterwards_us = min(spent.afterwards for spent in rounds) / sum(accesses) / 1000
     half, almost, most = percentile(by_block, 50), percentile(by_block, 99), max(by_block)
     progress(
         f"{name}: p50 {half:.2f} us a block, p99 {almost:.2f}, max {most:.0f}; over requests p99 "
@@ -198,6 +207,7 @@ def rows_of(name: str, rounds: list[Spent]) -> list[Row]:
         Row(f"decision_{name}_by_victim_p99", percentile(by_victim, 99), "us", LIMIT_US, "limit"),
         within(f"decision_{name}_choice_p99", percentile(choice, 99), "us", LIMIT_US),
         Row(f"decision_{name}_longest_call", longest_us, "us", LIMIT_US, "limit"),
+        Row(f"decision_{name}_afterwards", afterwards_us, "us", LIMIT_US, "limit"),
     ]
 
 

@@ -90,7 +90,8 @@ class Replay:
         self.settings = settings
         self.clock = ManualClock()
         self.residency = Residency(("host",), ghost_keys=settings.ghost_keys)
-        wanted = PolicySettings(settings.keep_worth)
+        self._owed: list[Callable[[], None]] = []
+        wanted = PolicySettings(settings.keep_worth, self._owed.append)
         self._ttl_ns = None if settings.ttl_s is None else round(settings.ttl_s * NS_PER_S)
         self._idle_look_ns = 0  # no copy is idle for too long before
         self._uses: list[int] = []
@@ -183,12 +184,14 @@ class Replay:
                     self.policy.expect(RequestContext(first_access, prompt_tokens))
                 residency.pin_run(rows)  # the lease, which is given back before the next request
                 residency.request_run(tenant, rows, keys[len(rows) :], now_ns)
+                self.catch_up()
                 for row in rows:
                     residency.unpin(row)
                 if len(rows) < len(keys):
                     self._compute.missed(tenant, keys[len(rows)], now_ns)
                 return len(rows)
             self._put(keys, len(rows), tenant, rows[-1] if rows else -1, now_ns)
+            self.catch_up()
             return 0
         hits = 0 if op == Op.PUT else len(rows)
         missing = [] if op == Op.GET else keys[len(rows) :]
@@ -196,6 +199,7 @@ class Replay:
         rows = stored if op == Op.PUT else rows + stored
         if rows:
             residency.touch_run(rows, now_ns)
+        self.catch_up()
         if isinstance(self.policy, Clairvoyant):
             skipped = len(keys) - len(missing) if op == Op.PUT else 0
             first = first_access + skipped
@@ -205,6 +209,11 @@ class Replay:
             self._evict(now_ns)
             self._count(stored, refused)
         return hits
+
+    def catch_up(self) -> None:
+        """Do what the policy left for later: the daemon's event loop has its next turn."""
+        while self._owed:
+            self._owed.pop()()
 
     def _count(self, stored: list[int], refused: int) -> None:
         """Count the blocks that a request stored. Blocks that were evicted at once count as not stored (bypass)."""

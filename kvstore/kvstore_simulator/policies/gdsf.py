@@ -44,6 +44,7 @@ class Gdsf(OrderedPolicy):
         self._queued: list[int] = []  # by tenant
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.expect_accesses(len(rows))
         tenant = self.residency.tenant_of(rows[0])
         for row in reversed(rows):
             if self.where[row] == OUT:

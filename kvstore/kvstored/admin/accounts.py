@@ -19,6 +19,7 @@ from kvstored.clients.tenants.tokens import names_in
 from kvstored.config import ConfigError, TenantSection
 from kvstored.config.recognition import recognised_by
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.tier_set import holding
 
 SLICE_ROWS = 100_000  # about 1 ms
@@ -94,7 +95,7 @@ async def count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
     while first < columns.capacity:
         part = slice(first, first + SLICE_ROWS)
         mask = np.frombuffer(columns.mask, np.uint8)[part]
-        of_row = np.frombuffer(columns.kind, np.uint32)[part]
+        of_row = as_array(columns.kind)[part]
         blocks += np.bincount(of_row[mask != 0], minlength=kinds)[:kinds]
         for tier, copies in enumerate(residency.copies):
             has_copy = holding(mask, tier)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.listing import tokens_of
 from kvstored.store.blocks.orphans import Tokens
-from kvstored.store.blocks.rows import ROW_BITS
+from kvstored.store.blocks.rows import ROW_BITS, as_array
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.tier_set import holding
 
@@ -37,7 +37,7 @@ async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = N
         if tenant is not None:
             rows = rows[residency.tenants_of(rows) == tenant]
         found.append(tokens_of(residency, rows))
-        depths.append(np.frombuffer(columns.depth, np.uint32)[rows])
+        depths.append(as_array(columns.depth)[rows])
         del mask  # a column cannot grow while a view of it exists
         first += SLICE_ROWS
         await asyncio.sleep(0)
@@ -82,7 +82,7 @@ async def _last_used_first(residency: Residency, tokens: array[int]) -> array[in
         names = np.frombuffer(tokens[first : first + SLICE_ROWS], np.uint64)
         rows = (names & np.uint64((1 << ROW_BITS) - 1)).astype(np.int64)
         last.append(np.frombuffer(residency.rows.last_access_ns, np.uint64)[rows])
-        depths.append(np.frombuffer(residency.rows.depth, np.uint32)[rows])
+        depths.append(as_array(residency.rows.depth)[rows])
         await asyncio.sleep(0)
     order = await asyncio.to_thread(lambda: np.lexsort((np.concatenate(depths), ~np.concatenate(last))))
     return array("Q", np.frombuffer(tokens, np.uint64)[order].tobytes())

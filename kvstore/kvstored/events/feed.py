@@ -23,6 +23,7 @@ from kvstore_proto.arena import MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_tiers.base import Tier
 from kvstored.events.records import CHANGES, CHANGES_HEAD, RESET, pack_kind
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.tier_set import NO_TIERS, TierSet, holding, holding_any
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,8 @@ class TokenColumns:
         them.
         """
         copies, wanted = self._residency.copies[position], rows[here]
-        containers = np.frombuffer(copies.container, np.uint32)[wanted]
-        offsets = np.frombuffer(copies.offset, np.uint64)[wanted].astype(np.int64)
+        containers = as_array(copies.container)[wanted]
+        offsets = as_array(copies.offset)[wanted].astype(np.int64)
         found = []
         for container in np.unique(containers).tolist():
             mine = containers == container
@@ -160,7 +161,7 @@ class EventFeed:
 
     def _wait_for(self, rows: Numbers) -> None:
         """Let these rows wait, parents before children, in place of the waiting ones."""
-        depth = np.frombuffer(self._residency.rows.depth, np.uint32)[rows]
+        depth = as_array(self._residency.rows.depth)[rows]
         depth = np.minimum(depth, 0xFFFF).astype(np.uint16)  # which numpy sorts in a tenth of the time
         del self._rows[:]
         self._taken = 0
@@ -218,10 +219,10 @@ class EventFeed:
         columns = self._residency.rows
         self._grow(columns.capacity)
         self._learn_kinds()
-        wanted = self._published[np.frombuffer(columns.kind, np.uint32)[noted]] | self._known[noted]
+        wanted = self._published[as_array(columns.kind)[noted]] | self._known[noted]
         rows = self._parents_first(noted[wanted != 0])
         mask = np.frombuffer(columns.mask, np.uint8)[rows]
-        kind = np.frombuffer(columns.kind, np.uint32)[rows]
+        kind = as_array(columns.kind)[rows].astype(np.uint32)
         generation = np.frombuffer(columns.generation, np.uint32)[rows]
         mask = mask * self._published[kind]
         known, is_stored = self._known[rows], mask != 0
@@ -286,7 +287,7 @@ class EventFeed:
             found = np.concatenate((np.array(extra, np.int64), noted))
         self._place[found] = 0
         if lost.any() or late.any():
-            depth = np.frombuffer(columns.depth, np.uint32)[found]
+            depth = as_array(columns.depth)[found]
             found = found[np.argsort(depth, kind="stable")]
         return found
 

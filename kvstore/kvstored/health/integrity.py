@@ -22,6 +22,7 @@ from kvstored.health.scrub.worker import ScrubSettings
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.check import TreeCheck, check
 from kvstored.store.blocks.orphans import find, none_of, snapshot
+from kvstored.store.blocks.rows import as_array
 
 log = logging.getLogger(__name__)
 Task = Callable[[], Coroutine[Any, Any, None]]
@@ -125,8 +126,8 @@ class InvariantChecker:
         for first in range(0, len(copies.state), SLICE_ROWS):
             rows = first + np.flatnonzero(np.frombuffer(copies.state, np.uint8)[first : first + SLICE_ROWS])
             faults += store.nvme.check_held(
-                np.frombuffer(copies.container, np.uint32)[rows],
-                np.frombuffer(copies.offset, np.uint64)[rows],
+                as_array(copies.container)[rows],
+                as_array(copies.offset)[rows],
                 np.frombuffer(copies.generation, np.uint64)[rows],
             )
             yield

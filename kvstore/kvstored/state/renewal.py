@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstored.state.step_runner import StepRunner
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies import EvictionPolicy, eviction_order
 from kvstored.store.policies.base import Rows
 from kvstored.tier_set import holding
@@ -72,7 +73,7 @@ class Renewal:
         columns = self._residency.rows
         return (
             np.frombuffer(columns.last_access_ns, np.uint64)[rows],
-            np.frombuffer(columns.depth, np.uint32)[rows],
+            as_array(columns.depth)[rows],
         )
 
     async def _adopt(self, order: Rows, state: int, steps: StepRunner) -> None:

@@ -8,6 +8,7 @@ clock and a completion queue gets exactly the movement and the decisions of the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -74,7 +75,15 @@ def make_policy(
     config: Config, residency: Residency, position: int, create: Callable[..., EvictionPolicy] = create
 ) -> EvictionPolicy:
     section = config.tier(residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
-    return create(section.policy, residency, position, PolicySettings(section.keep_worth))
+    return create(section.policy, residency, position, PolicySettings(section.keep_worth, _soon))
+
+
+def _soon(work: Callable[[], None]) -> None:
+    """Run `work` in a later turn of the event loop, or at once where none runs."""
+    try:
+        asyncio.get_running_loop().call_soon(work)
+    except RuntimeError:
+        work()
 
 
 def _ttl_s(config: Config, residency: Residency, position: int) -> float:

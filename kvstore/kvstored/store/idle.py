@@ -14,6 +14,7 @@ import numpy as np
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies import EvictionPolicy, Weighs
 from kvstored.store.transfer.room import Room
 
@@ -28,7 +29,7 @@ def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) 
     state = np.frombuffer(residency.copies[tier].state, np.uint8)[part]
     last_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[part][: len(state)]
     found = np.flatnonzero((last_ns <= np.uint64(max(before_ns, 0))) & (state == CopyState.RESIDENT))
-    depth = np.frombuffer(residency.rows.depth, np.uint32)[part][found]
+    depth = as_array(residency.rows.depth)[part][found]
     rows: list[int] = (found[np.lexsort((-depth.astype(np.int64), last_ns[found]))] + first).tolist()
     return rows
 

@@ -23,6 +23,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.idle import IdleCopies
 from kvstored.store.later_terms import ALL, PINS, Entry, LaterTerms
 from kvstored.store.movement import Ground
@@ -330,7 +331,7 @@ class Retention:
         first = self._hand if self._hand < len(column) else 0
         part = column[first : first + PART_ROWS]
         due = np.flatnonzero((part != 0) & (part <= now_ns // NS_PER_S)) + first
-        depth = np.frombuffer(self._residency.rows.depth, np.uint32)[due]
+        depth = as_array(self._residency.rows.depth)[due]
         tokens = [self._residency.token(row) for row in due[np.argsort(depth, kind="stable")[::-1]].tolist()]
         del column, part
         ended = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
+from kvstored.store.policies.base import PolicySettings
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.eviction_order import _DRAW_US
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit, is_near_end
@@ -500,3 +502,21 @@ def test_of_two_chains_the_one_that_is_announced_for_later_leaves_first(
             policy.on_hint(0, rows[-1], key(last), ChainHint(due_ns=round(due_s * S)), 0)
     shelf.now_ns = now_s * S
     assert policy.next_victim(now_s * S) == chains[leaves][-1]
+
+
+def test_a_request_does_not_wait_for_what_the_policy_learns_afterwards() -> None:
+    """The daemon has that done in the next turn of its event loop."""
+    owed: list[Callable[[], None]] = []
+    shelf = Shelf()
+    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(later=owed.append))
+    assert isinstance(policy, ChainHazard)
+    learning = policy.follower.book.learning
+    for number in range(60):
+        shelf.now_ns += S
+        shelf.chain(*range(100 * number, 100 * number + 80))
+    assert len(owed) == 1, "all requests in one turn"
+    assert learning.is_due and not learning.renewed
+    owed.pop()()
+    assert learning.renewed
+    shelf.chain(*range(80))
+    assert len(owed) == 1

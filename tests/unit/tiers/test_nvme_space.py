@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 from pathlib import Path
 
@@ -9,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore_proto.arena import BlockHeader, Coded
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import bytes_used, check_directory
 from kvstore_tiers.nvme.directory import TierDirectory
+from kvstore_tiers.nvme.layout import Superblock
+from kvstore_tiers.nvme.record_scan import ScannedSlab
+from kvstore_tiers.nvme.slab import Slab, mark
 from kvstore_tiers.nvme.space import SlabSpace
+from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.testing.transfers import block, finish, put
 from tests.reference.examples import examples
 
@@ -42,6 +48,34 @@ def test_a_smaller_capacity_costs_slabs(tmp_path: Path) -> None:
     with closing(TierDirectory(tmp_path)) as opened:
         assert bytes_used(opened) <= smaller
     assert check_directory(tmp_path, capacity_bytes=smaller) == []
+
+
+def test_a_tier_keeps_no_verdicts_of_its_recovery(tmp_path: Path) -> None:
+    """They are 110 bytes a block."""
+    with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+        fill(tier, 1, LARGE_BYTES)
+    with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
+        assert len(tier.recover_columns())
+        gc.collect()
+        assert not any(isinstance(each, ScannedSlab | RecoveredBlocks) for each in gc.get_objects())
+
+
+def test_a_slab_remembers_how_much_each_slot_stores(tmp_path: Path) -> None:
+    """As one number, by slot, and with codecs."""
+    with closing(TierDirectory(tmp_path)) as directory:
+        superblock = Superblock(bytes(16), 1, 1, 8192, 4, 2**40, 2 << 20, 1)
+        slab = Slab(directory, superblock)
+        expected = {}
+        for index, nbytes, codec in ((0, 4096, 0), (1, 4096, 0), (2, 100, 0), (3, 99, 2), (1, 7, 0)):
+            coded = Coded(codec, nbytes, 0) if codec else None
+            slab.note_written(index, BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), nbytes, coded=coded))
+            expected[index] = nbytes, codec
+            assert {each: slab.stored(each) for each in expected} == expected
+
+
+def test_marks_tell_generations_apart_and_none_from_any() -> None:
+    assert mark(0) == 0 and mark(2**32) == mark(1) == 1
+    assert len({mark(2**32 - 2 + step) for step in range(100)}) == 99, "but for one pair in 2^32"
 
 
 def test_a_slab_has_room_for_every_owner(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from kvstore_tiers.nvme.layout import (
     record_header,
 )
 from kvstore_tiers.nvme.record_scan import ScannedSlab, scan_slabs
-from kvstore_tiers.nvme.slab import Slab, SlotState
+from kvstore_tiers.nvme.slab import Slab, SlotState, mark
 from kvstore_tiers.nvme.slab_file import SlabFile
 from kvstore_tiers.nvme.space import SlabSpace
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins
@@ -160,6 +160,7 @@ class Recovery:
         self._report.blocks = len(blocks)
         for one in judged:
             self._report.quarantined_slots += int(np.count_nonzero(one.states == RecordState.QUARANTINED))
+        self._let_go()
         return blocks
 
     @property
@@ -185,6 +186,12 @@ class Recovery:
                     _write_again(one)
             self._repair_all()
             self.owed = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget the verdicts, 110 bytes a block, once the medium is as they say."""
+        if self.owed is None:
+            self._judged = []
 
     def _withdraw_what_must_go(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
         """Remove the seal, and slabs beyond the capacity. Return the slabs that are left."""
@@ -361,7 +368,7 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
     for index in np.flatnonzero(records["state"] == RecordState.LIVE).tolist():
-        still_there = slab.states[index] == SlotState.WRITTEN and slab.recorded[index] == slab.generations[index]
+        still_there = slab.states[index] == SlotState.WRITTEN and slab.recorded[index] == mark(slab.generations[index])
         if still_there and records["sequence"][index] <= last_sequence:
             yield (
                 slab.slot(index),

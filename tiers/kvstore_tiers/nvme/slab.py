@@ -1,12 +1,13 @@
 """One slab in memory: which slots are out, in which generation, and what the record on the medium says of each.
 
-Owns the state of one slab file's slots and keeps its records in step. 25 bytes a slot; keys are not kept here.
-Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and the group commit touch
-records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the slot" before "publish
-the new record" across threads.
-Invariants: `recorded[i]` is the generation that a live record of slot i on the medium may name, 0 when there is none; a
-slot whose record is live is never overwritten; a record is published only for the generation that is still out; a free
-record of a sync that failed is written again before the next one.
+Owns the state of one slab file's slots and keeps its records in step. 13 bytes a slot, 21 where blocks have codecs;
+keys are not kept here. Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and
+the group commit touch records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the
+slot" before "publish the new record" across threads.
+
+Invariants: `recorded[i]` is the `mark` of the generation that a live record of slot i on the medium may name, 0 when
+there is none; a slot whose record is live is never overwritten; a record is published only for the generation that is
+still out; a free record of a sync that failed is written again before the next one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ from kvstore_tiers.nvme.slab_file import SlabFile
 
 Column = npt.NDArray[np.uint64]
 _SETTLED_AT_ONCE = 1024  # freed slots whose records one write takes along: some milliseconds
+_NARROW = 2**32 - 1
+
+
+def mark(generation: int) -> int:
+    """Return the low half of `generation`, or 1 where that is 0; of no generation (0), 0. It tells the uses of a slot
+    apart, which follow each other one by one."""
+    return (generation & _NARROW or 1) if generation else 0
 
 
 class SlotState(IntEnum):
@@ -68,8 +76,8 @@ class Slab:
         self.states = bytearray(superblock.slots)
         fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
         self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
-        self._stored = array("Q", bytes(8 * superblock.slots))
-        self.recorded = array("Q", bytes(8 * superblock.slots))
+        self._stored: int | array[int] = 0  # of every slot, or by slot; "Q" from the first block with a codec on
+        self.recorded = array("I", bytes(4 * superblock.slots))
         self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes
         self._untouched = 0
         self._unsettled: dict[int, int] = {}  # freed in that generation; a record on the medium may still be live
@@ -84,6 +92,7 @@ class Slab:
         self._require_direct = require_direct
         self._making = threading.Lock()
         self._making_error: OSError | None = None
+        self._storing = threading.Lock()  # a wider column replaces `_stored`
         self._records = threading.Lock()
         self._unsynced_free: dict[int, bytes] = {}  # free records written since the last sync began
         self._doubtful_free: dict[int, bytes] = {}  # and those of a sync that failed: the kernel calls them written
@@ -168,7 +177,8 @@ class Slab:
         """Return the number of bytes that slot number `index` stores behind its header, and the number of the codec
         that made them (0 for none).
         """
-        word = self._stored[index]
+        stored = self._stored
+        word = stored if isinstance(stored, int) else stored[index]
         return word & STORED_MASK, word >> CODEC_SHIFT
 
     # -- the I/O threads' side ---------------------------------------------------------------------------------------
@@ -216,7 +226,7 @@ class Slab:
     def retire(self) -> None:
         """Forget which blocks the records on the medium name, because the file will be overwritten or deleted."""
         with self._records:
-            self.recorded = array("Q", bytes(8 * self.superblock.slots))
+            self.recorded = array("I", bytes(4 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
             self._is_retired = True  # nothing of it may be written to the file any more
 
@@ -291,7 +301,9 @@ class Slab:
 
     def note_written(self, index: int, header: BlockHeader) -> None:
         """Note that slot number `index` contains a whole block with this `header`."""
-        self._stored[index] = stored_word(header.stored_bytes, header.codec)
+        word = stored_word(header.stored_bytes, header.codec)
+        with self._storing:
+            self._note_stored(index, word)
         self.states[index] = SlotState.WRITTEN
 
     def close(self) -> None:
@@ -307,13 +319,31 @@ class Slab:
         self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
         np.frombuffer(self.generations, np.uint64)[:] = generations
-        np.frombuffer(self._stored, np.uint64)[:] = stored
-        np.multiply(generations, taken, out=np.frombuffer(self.recorded, np.uint64))
+        here = stored[taken]
+        if len(here) and (here == here[0]).all():
+            self._stored = int(here[0])
+        else:
+            kind = np.dtype(np.uint32 if stored.max(initial=0) <= _NARROW else np.uint64)
+            self._stored = array("I" if kind.itemsize == 4 else "Q", stored.astype(kind).tobytes())
+        marks = np.maximum(generations & np.uint64(_NARROW), np.uint64(1))
+        np.multiply(marks, taken, out=np.frombuffer(self.recorded, np.uint32), casting="unsafe")
         self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _note_stored(self, index: int, word: int) -> None:
+        """Set the `stored_word` of a slot. It is kept once as long as all slots that were written have an equal one."""
+        stored = self._stored
+        if isinstance(stored, int):
+            if stored in (0, word):
+                self._stored = word
+                return
+            self._stored = stored = array("I" if max(stored, word) <= _NARROW else "Q", [stored]) * self.slots
+        elif word > _NARROW and stored.itemsize == 4:
+            self._stored = stored = array("Q", stored)
+        stored[index] = word
 
     def _unsettled_slot(self) -> int:
         """Take the slot that was freed first, or one that was settled meanwhile."""
@@ -355,7 +385,7 @@ class Slab:
     # -- under `_records` --------------------------------------------------------------------------------------------
 
     def _withdraw(self, indices: Iterable[int], sequence: int) -> None:
-        over = [i for i in indices if self.recorded[i] and self.recorded[i] != self._current(i)]
+        over = [i for i in indices if self.recorded[i] and self.recorded[i] != mark(self._current(i))]
         if not over:
             return
         seed = self.superblock.record_seed
@@ -369,7 +399,7 @@ class Slab:
         """Note that the record of slot `index` is about to name the block of `generation`: from now on it may, however
         the write ends.
         """
-        self.recorded[index] = generation
+        self.recorded[index] = mark(generation)
         self._unsynced_free.pop(index, None)
         self._doubtful_free.pop(index, None)
 
@@ -392,4 +422,4 @@ class Slab:
         except OSError:  # unreadable: it can still be written over
             return None
         header = record_header(raw) if record_holds(raw, self.superblock.record_seed(index)) else None
-        return header if header and header.generation == self.recorded[index] else None
+        return header if header and mark(header.generation) == self.recorded[index] else None

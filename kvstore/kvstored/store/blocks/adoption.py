@@ -8,6 +8,7 @@ Invariant: a block that is adopted is deeper than its parent if that is adopted 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.keys import BulkKeys, KeyTable
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.blocks.view import RowKind
 from kvstored.tier_set import ONLY
 
@@ -142,29 +144,31 @@ def _enter(
     for each in residency.copies:
         each.grow(rows.capacity)
     ours = slice(first, first + count)
-    numbers = np.array([residency.kind_number(kind) for kind in kinds], np.uint32)
+    kind_numbers = np.array([residency.kind_number(kind) for kind in kinds], np.uint32)
+    rows.fit(int(kind_numbers.max()), int(blocks.depth.max()))
+    copies.widen(int(blocks.container.max()), int(blocks.offset.max()))
 
-    def fill(column: Any, kind: type[Any], values: Any) -> None:
-        np.frombuffer(column, kind)[ours] = values
+    def fill(column: array[int] | bytearray, values: Any) -> None:
+        as_array(column)[ours] = values
 
-    fill(rows.kind, np.uint32, numbers[blocks.origin])
-    fill(rows.depth, np.uint32, blocks.depth)
-    fill(rows.payload_bytes, np.uint32, blocks.payload_bytes)
-    fill(rows.last_access_ns, np.uint64, now_ns)
-    fill(rows.mask, np.uint8, ONLY[tier])
-    fill(copies.state, np.uint8, _STORED)
-    fill(copies.container, np.uint32, blocks.container)
-    fill(copies.offset, np.uint64, blocks.offset)
-    fill(copies.nbytes, np.uint32, blocks.nbytes)
-    fill(copies.generation, np.uint64, blocks.generation)
+    fill(rows.kind, kind_numbers[blocks.origin])
+    fill(rows.depth, blocks.depth)
+    fill(rows.payload_bytes, blocks.payload_bytes)
+    fill(rows.last_access_ns, now_ns)
+    fill(rows.mask, ONLY[tier])
+    fill(copies.state, _STORED)
+    fill(copies.container, blocks.container)
+    fill(copies.offset, blocks.offset)
+    fill(copies.nbytes, blocks.nbytes)
+    fill(copies.generation, blocks.generation)
     copies.blocks += count
     noted = [column for column in (blocks.codec, blocks.error) if column is not None]
     for block in np.flatnonzero(np.logical_or.reduce(noted)).tolist() if noted else ():
         residency.note_stored(first + block, tier, *blocks.form_of(block))
     children = np.bincount(parents + 1, minlength=count + 1)[1:]
-    fill(rows.parent, np.int32, np.where(parents >= 0, parents + first, _NONE) if first else parents)
-    fill(rows.links, np.uint32, children)
-    fill(copies.kids, np.uint32, children)
+    fill(rows.parent, np.where(parents >= 0, parents + first, _NONE) if first else parents)
+    fill(rows.links, children)
+    fill(copies.kids, children)
     for origin in _distinct(blocks.origin):
         residency.tenants[kinds[origin].tenant].fingerprints.add(kinds[origin].fingerprint_id)
     for crowd in crowds:

@@ -76,6 +76,7 @@ class Arrival:
             self._tree.check_revivable(row, parent)
             before = self._tree.unlink(row)
             self._view.rows.optional.reset((row,))
+            self._view.rows.fit(kind, depth)
             self._view.rows.kind[row] = kind
             self._view.rows.depth[row] = depth
             self._view.rows.payload_bytes[row] = payload_bytes
@@ -114,6 +115,7 @@ class Arrival:
         kind = self.kind_number((tenant, fingerprint_id, group))
         depth = rows.depth[parent] + 1 if parent >= 0 else 0
         free = rows.reserve(len(keys))
+        rows.fit(kind, depth + len(keys))
         if rows.capacity > len(copies.state):
             for each in self._view.copies:
                 each.grow(rows.capacity)

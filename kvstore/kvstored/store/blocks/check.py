@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstored.lifecycle import CopyState
 from kvstored.store.blocks.columns import OptionalColumns
-from kvstored.store.blocks.rows import TierCopies
+from kvstored.store.blocks.rows import TierCopies, as_array
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import TierSet
 
@@ -217,8 +217,8 @@ class _Places:
         for first in range(0, len(self._state), _COPY_STEP_ROWS):
             part = slice(first, first + _COPY_STEP_ROWS)
             self._state[part] = np.frombuffer(copies.state, np.uint8)[part]
-            self._container[part] = np.frombuffer(copies.container, np.uint32)[part]
-            self._offset[part] = np.frombuffer(copies.offset, np.uint64)[part]
+            self._container[part] = as_array(copies.container)[part]
+            self._offset[part] = as_array(copies.offset)[part]
             yield
 
     def shared(self) -> list[str]:

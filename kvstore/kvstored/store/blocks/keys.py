@@ -8,8 +8,8 @@ changed since are bulk rows: their keys are in one byte string, and are found by
 bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and it
 becomes an ordinary row. `KeyTable` is the bare table, of positions in a column of keys. Entries are never taken out: a
 row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table checks that. The
-hash is multiply-shift under a random odd multiplier, over key bytes that are themselves a digest; a tenant who forges
-keys makes only its own lookups slower.
+hash is multiplication by a random odd number, whose low 32 bits are scaled to the table, over key bytes that are
+themselves a digest; a tenant who forges keys makes only its own lookups slower.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import RowColumns
 
-_FILL_BITS = 1  # twice as many places as keys, or up to four times
+_PLACES_A_KEY = 2
 _WORD_BITS = 32
 _WORD_MASK: int = 2**_WORD_BITS - 1
 _HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
@@ -58,13 +58,11 @@ class KeyTable:
     """A hash table that finds positions in an array of keys, many at a time. It contains the positions in `members`, or
     all positions if that is None. The array of keys is not kept: each call gets it as a parameter."""
 
-    __slots__ = ("multiplier", "places", "shift", "table")
+    __slots__ = ("multiplier", "places", "size", "table")
 
     def __init__(self, keys: Column, members: Column | None = None) -> None:
-        count = len(keys) if members is None else len(members)
-        bits = max(1, count.bit_length() + _FILL_BITS)
         self.multiplier = secrets.randbits(_WORD_BITS) | 1
-        self.shift = _WORD_BITS - min(bits, _WORD_BITS)
+        self.size = max(1, _PLACES_A_KEY * (len(keys) if members is None else len(members)))
         self.table = self._filled(keys[:, 0] if members is None else keys[members, 0], members)
         self.places = np.frombuffer(self.table, np.int32)
 
@@ -99,8 +97,10 @@ class KeyTable:
         """Return where the search of each key begins, by its first word."""
         words = heads.astype(np.uint32)  # the low half
         words *= np.uint32(self.multiplier)
-        words >>= np.uint32(self.shift)
-        return words.astype(np.int64)
+        homes = words.astype(np.int64)
+        homes *= self.size
+        homes >>= _WORD_BITS
+        return homes
 
     def _filled(self, heads: Column, members: Column | None) -> array[int]:
         """Return the table, built without probing one by one: in the order of their homes, each entry goes behind the
@@ -117,7 +117,7 @@ class KeyTable:
         ordered -= numbers
         np.maximum.accumulate(ordered, out=ordered)
         ordered += numbers
-        length = max(2 ** (_WORD_BITS - self.shift), int(ordered[-1]) + 1 if len(ordered) else 0) + 1
+        length = max(self.size, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
         table = array("i")
         for begin in range(0, length, _PLACES):
             table.frombytes(_NO_PLACES[: 4 * (length - begin)])
@@ -130,11 +130,11 @@ class BulkKeys:
     has not changed since, so that its key is in no dictionary.
     """
 
-    __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
+    __slots__ = ("_all", "_multiplier", "_rows", "_size", "_table")
 
     def __init__(self, rows: RowColumns, table: KeyTable) -> None:
         self._rows, self._all = rows, table
-        self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
+        self._multiplier, self._size, self._table = table.multiplier, table.size, table.table
 
     def members(self) -> Column:
         """Return the rows that have an entry in this table, also rows that are no bulk rows any more."""
@@ -146,7 +146,7 @@ class BulkKeys:
         """Return the bulk row of the block `key`, or -1 when there is none."""
         rows, table = self._rows, self._table
         keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
-        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
+        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
         while (row := table[place]) >= 0:
             if keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and moved[row] is None:
                 return row
@@ -159,7 +159,7 @@ class BulkKeys:
         keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
-        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
+        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
         while (there := table[place]) >= 0:
             if there == row:
                 return True
@@ -173,7 +173,8 @@ class BulkKeys:
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
         found: list[int] = []
-        for key, home in zip(keys, (heads >> np.uint32(self._shift)).tolist(), strict=True):
+        homes = heads.astype(np.int64) * self._size >> _WORD_BITS
+        for key, home in zip(keys, homes.tolist(), strict=True):
             at = hot(key)
             row = -1 if at is None else at
             if at is None:

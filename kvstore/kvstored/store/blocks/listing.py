@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.blocks.rows import ROW_BITS
+from kvstored.store.blocks.rows import ROW_BITS, as_array
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import holding
 
@@ -65,8 +65,7 @@ def select(residency: ResidencyView, selection: Selection, first: int, end: int)
             if selection.tenant in (None, kind.tenant)
             and (selection.prints is None or kind.fingerprint_id in selection.prints)
         ]
-        offset_bytes = first * columns.kind.itemsize
-        is_chosen &= np.isin(np.frombuffer(columns.kind, np.uint32, end - first, offset_bytes), kinds)
+        is_chosen &= np.isin(as_array(columns.kind)[first:end], kinds)
     rows: Int64Array = np.flatnonzero(is_chosen) + first
     if selection.key_prefix:
         rows = _filtered(rows, lambda row: residency.key(row).hex().startswith(selection.key_prefix))
@@ -134,9 +133,9 @@ def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
     takes about 1 ms for a million rows.
     """
     copies = residency.copies[tier]
-    here = np.frombuffer(copies.container, np.uint32) == container
+    here = as_array(copies.container) == container
     rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
-    found: list[int] = rows[np.argsort(np.frombuffer(copies.offset, np.uint64)[rows], kind="stable")].tolist()
+    found: list[int] = rows[np.argsort(as_array(copies.offset)[rows], kind="stable")].tolist()
     return found
 
 

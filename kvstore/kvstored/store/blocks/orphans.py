@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.blocks.rows import ROW_BITS
+from kvstored.store.blocks.rows import ROW_BITS, as_array
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import holding
 
@@ -49,9 +49,11 @@ def snapshot(residency: ResidencyView) -> ChainColumns | None:
         return None
     mask = bytes(rows.mask)
     if any(windows):
-        needs_parent = np.array(windows)[np.frombuffer(rows.kind, np.uint32)] == 0
+        needs_parent = np.array(windows)[as_array(rows.kind)] == 0
         mask = (np.frombuffer(mask, np.uint8) * needs_parent).astype(np.uint8).tobytes()
-    return ChainColumns(rows.parent.tobytes(), mask, rows.depth.tobytes(), rows.generation.tobytes())
+    return ChainColumns(
+        rows.parent.tobytes(), mask, as_array(rows.depth).astype(np.uint32).tobytes(), rows.generation.tobytes()
+    )
 
 
 def find(chains: ChainColumns, tiers: int) -> Orphans:

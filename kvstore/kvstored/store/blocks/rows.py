@@ -15,14 +15,20 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_tiers import heap
 from kvstore_tiers.base import Slot
 from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, OptionalColumns
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
 _PLACE_COLUMNS = ("container", "offset", "nbytes", "generation")
+_NARROW_KINDS, _NARROW_DEPTH = 1 << 8, 1 << 16  # beyond these `kind` and `depth` take four bytes a row
 _new_slot = tuple.__new__  # half the time of Slot's own
 ROW_BITS = 32
 _ROW_MASK: int = 2**ROW_BITS - 1
@@ -30,7 +36,9 @@ _ROW_MASK: int = 2**ROW_BITS - 1
 
 class RowColumns:
     """The columns of the block table, with one row for each block. They are array.array, whose access to one value is
-    three times as fast as numpy's; scans view them through numpy.
+    three times as fast as numpy's; scans view them through `as_array`. `kind` and `depth` begin with the fewest bytes,
+    and are replaced by wider arrays at the first value that does not fit: no array of them is kept over a call that
+    adds a block.
     """
 
     def __init__(self) -> None:
@@ -41,8 +49,8 @@ class RowColumns:
         self.bulk_keys = b""  # 16 bytes a row, as far as rows were ever taken over in bulk
         self.parent = array("i")  # row, or -1
         self.links = array("I")  # live child rows
-        self.kind = array("I")  # number of (tenant, fingerprint, group)
-        self.depth = array("I")
+        self.kind = array("B")  # number of (tenant, fingerprint, group)
+        self.depth = array("H")
         self.payload_bytes = array("I")
         self.last_access_ns = array("Q")
         self.accesses = array("H")  # saturates
@@ -62,12 +70,19 @@ class RowColumns:
             self.keys.extend([None] * more)
         else:  # no second list of a million
             self.keys = [None] * more
-        self.mask.extend(bytes(more))
-        self.filling.extend(bytes(more))
+        add_zeros(self.mask, more)
+        add_zeros(self.filling, more)
         for name in _COLUMNS:
             setattr(self, name, grown(getattr(self, name), more))
         self.capacity += more
         self.optional.grow(self.capacity)
+
+    def fit(self, kind: int, depth: int) -> None:
+        """Make the columns wide enough for blocks of the row kinds up to number `kind`, and of up to `depth`."""
+        if kind >= _NARROW_KINDS and self.kind.itemsize == 1:
+            self.kind = array("I", self.kind)
+        if depth >= _NARROW_DEPTH and self.depth.itemsize == 2:
+            self.depth = array("I", self.depth)
 
     def take_bulk(self, packed_keys: bytes) -> int:
         """Add a new row for each block in `packed_keys` (16 bytes each), without parents, children or copies, and
@@ -95,6 +110,8 @@ class RowColumns:
         kind (tenant, fingerprint and layer group), and `depth` its place in the chain, from 0."""
         if not self._free:
             self._grow()
+        if kind >= _NARROW_KINDS or depth >= _NARROW_DEPTH:
+            self.fit(kind, depth)
         row = self._free.pop()
         self.keys[row] = key
         self.parent[row] = -1
@@ -167,28 +184,40 @@ class RowColumns:
         return found
 
 
-def add_zeros(column: array[int], more: int) -> None:
-    """Append `more` zeros to the array `column`, in place."""
-    if column or not more:
+def as_array(column: array[int] | bytearray) -> npt.NDArray[Any]:
+    """Return an array view of a column of the index, of the column's own width. Drop it before a row is added."""
+    return np.frombuffer(column, "B" if isinstance(column, bytearray) else column.typecode)
+
+
+def add_zeros(column: array[int] | array[float] | bytearray, more: int) -> None:
+    """Append `more` zeros to `column`, in place. Many of them take no memory until they are written."""
+    before = len(column)
+    if isinstance(column, bytearray):
+        column.extend(bytes(more))
+    elif column or not more:
         column.frombytes(bytes(column.itemsize * more))
     else:
         column.append(0)
         column *= more
+    heap.release_zeros(column, before)
 
 
 def grown(column: array[int], more: int) -> array[int]:
     """Return `column` with `more` zeros appended. An empty array is replaced by a new one of exactly this length;
-    otherwise it is the same array.
+    otherwise it is the same array. Many zeros take no memory until they are written.
     """
-    if not column:
-        return array(column.typecode, [0]) * more
-    column.frombytes(bytes(column.itemsize * more))
+    if column:
+        add_zeros(column, more)
+        return column
+    column = array(column.typecode, [0]) * more
+    heap.release_zeros(column, 0)
     return column
 
 
 class TierCopies:
     """The columns of one tier: by row, the state and the slot of the block's copy. Rows beyond the columns' end have no
-    copy; call `grow` before the first `put` of a row.
+    copy; call `grow` before the first `put` of a row. `container` and `offset` begin with few bytes a row, and are
+    replaced by wider arrays when one does not fit.
     """
 
     def __init__(self, name: str) -> None:
@@ -199,24 +228,37 @@ class TierCopies:
         self.reserved_by_tenant: defaultdict[int, int] = defaultdict(int)
         self.state = bytearray()  # CopyState
         self.kids = array("I")
-        self.container = array("I")
-        self.offset = array("Q")
+        self.container = array("H")
+        self.offset = array("I")
         self.nbytes = array("I")
         self.generation = array("Q")
         self.optional = OptionalColumns(OF_COPIES)
 
     def grow(self, rows: int) -> None:
         more = rows - self._capacity
-        self.state.extend(bytes(more))
+        add_zeros(self.state, more)
         add_zeros(self.kids, more)  # which policies keep hold of
         for name in _PLACE_COLUMNS:
             setattr(self, name, grown(getattr(self, name), more))
         self._capacity = rows
         self.optional.grow(rows)
 
+    def widen(self, container: int, offset: int) -> bool:
+        """Make the columns wide enough for container numbers up to `container` and offsets up to `offset`. Return
+        whether they were not."""
+        is_new, is_far = container >> 8 * self.container.itemsize != 0, offset >> 8 * self.offset.itemsize != 0
+        if is_new:
+            self.container = array("I", self.container)
+        if is_far:
+            self.offset = array("Q", self.offset)
+        return is_new or is_far
+
     def place(self, row: int, slot: Slot) -> None:
-        self.container[row] = slot.container
-        self.offset[row] = slot.offset
+        try:
+            self.container[row], self.offset[row] = slot.container, slot.offset
+        except OverflowError:
+            self.widen(slot.container, slot.offset)
+            self.container[row], self.offset[row] = slot.container, slot.offset
         self.nbytes[row] = slot.nbytes
         self.generation[row] = slot.generation
 
@@ -229,12 +271,18 @@ class TierCopies:
         """Enter a copy for each of `rows`, all of `tenant`, in the slot of `slots` at the same position."""
         containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
         held_bytes = 0
-        for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
-            containers[row] = container
-            offsets[row] = offset
-            sizes[row] = nbytes
-            generations[row] = generation
-            held_bytes += nbytes
+        try:
+            for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
+                containers[row] = container
+                offsets[row] = offset
+                sizes[row] = nbytes
+                generations[row] = generation
+                held_bytes += nbytes
+        except OverflowError:
+            if not self.widen(max(slot.container for slot in slots), max(slot.offset for slot in slots)):
+                raise
+            self.put_run(rows, slots, tenant)
+            return
         self.bytes_by_tenant[tenant] += held_bytes
         self.blocks += len(rows)
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstored.store.blocks.index import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.tier_set import holding
 
 GROUP_SLOTS = 64
@@ -211,9 +212,9 @@ class UsageRows:
     def _places(self, here: Rows) -> tuple[Numbers, Numbers]:
         """Return the group of each row's slot, and the number of the slot in the group."""
         copies = self._residency.copies[self._tier]
-        containers = np.frombuffer(copies.container, np.uint32)[here].astype(np.uint64)
+        containers = as_array(copies.container)[here].astype(np.uint64)
         sizes = np.maximum(np.frombuffer(copies.nbytes, np.uint32)[here], ALIGNMENT_BYTES).astype(np.uint64)
-        slots = np.frombuffer(copies.offset, np.uint64)[here] // sizes
+        slots = as_array(copies.offset)[here] // sizes
         return containers << np.uint64(32) | slots // np.uint64(GROUP_SLOTS), slots % np.uint64(GROUP_SLOTS)
 
     def _hashes(self, here: Rows) -> Numbers:

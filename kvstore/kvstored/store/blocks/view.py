@@ -19,7 +19,7 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
-from kvstored.store.blocks.rows import RowColumns, TierCopies
+from kvstored.store.blocks.rows import RowColumns, TierCopies, as_array
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
 _new_slot = tuple.__new__  # half the time of Slot's own
@@ -308,7 +308,8 @@ class ResidencyView:
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the tenant's number for each of `rows`, as an array."""
-        return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
+        found: npt.NDArray[np.int64] = np.array(self.kind_tenant, np.int64)[as_array(self.rows.kind)[rows]]
+        return found
 
     def kind(self, row: int) -> RowKind:
         """Return the tenant, fingerprint and layer group of the block at `row`."""

@@ -21,7 +21,7 @@ Obligations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heappop
@@ -68,10 +68,12 @@ NO_SHARE = Share()
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """The settings of a policy. A block with fewer expected uses an hour than `keep_worth` should not stay in its tier
-    even if there is room; 0 keeps all. Policies that do not estimate uses ignore it.
+    even if there is room; 0 keeps all. Policies that do not estimate uses ignore it. `later` is called with work that
+    no request waits for, and runs it after the present event; None runs such work at once.
     """
 
     keep_worth: float = 0.0
+    later: Callable[[Callable[[], None]], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvstore_proto.terms import PRIORITY_MIN
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.ranked import Priorities
 
 SPENT = PRIORITY_MIN - 1
@@ -132,7 +133,7 @@ class Boundaries:
         if not new:
             return
         residency.kind_window[:] = known
-        kinds = np.frombuffer(residency.rows.kind, np.uint32)
+        kinds = as_array(residency.rows.kind)
         here = np.flatnonzero(np.isin(kinds, new) & (np.frombuffer(residency.rows.mask, np.uint8) != 0))
         spent = self._spent(new)
         del kinds  # no view of a column is kept over a pause
@@ -155,7 +156,7 @@ class Boundaries:
         """Return by row whether no boundary of a chain of these kinds needs it."""
         columns = self._residency.rows
         parent, links = np.frombuffer(columns.parent, np.int32), np.frombuffer(columns.links, np.uint32)
-        kind, mask = np.frombuffer(columns.kind, np.uint32), np.frombuffer(columns.mask, np.uint8)
+        kind, mask = as_array(columns.kind), np.frombuffer(columns.mask, np.uint8)
         windows = np.array(self._residency.kind_window, np.int64)
         is_end = (links != 1) & (mask != 0)
         needed = np.where(np.isin(kind, kinds) & is_end, windows[kind], 0)  # so many blocks, up from the row

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from kvstore_predictor.base import Piece, State
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.base import (
     HOT_WORTH,
     WARM_WORTH,
@@ -132,7 +133,7 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
             follower.lru.set_share(tenant, share)
         if len(self):
             rows = np.flatnonzero(former.lru.here())
-            follower.adopt(rows[np.argsort(np.frombuffer(former.lru.stamp, np.uint64)[rows])])
+            follower.adopt(rows[np.argsort(as_array(former.lru.stamp)[rows])])
         try:
             restore(follower, state, origin)
         except (KeyError, IndexError, TypeError) as error:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import EvictionPolicy, Learns, Origin, PolicySettings
 from kvstored.store.policies.ordered import together
@@ -91,7 +92,7 @@ def _adopt(policy: EvictionPolicy) -> None:
     if len(rows):
         here = together(rows)
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]
-        depth = np.frombuffer(residency.rows.depth, np.uint32)[here]
+        depth = as_array(residency.rows.depth)[here]
         policy.adopt(rows[eviction_order(last_access_ns, depth)])
 
 

@@ -80,7 +80,7 @@ class _Buckets:
 
 class LfuTtl(OrderedPolicy):
     """The policy lfu-ttl: it evicts the block used least often, with ageing. An access takes constant time; memory is
-    21 bytes for each row.
+    17 bytes for each row.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class LfuTtl(OrderedPolicy):
     # Events
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.expect_accesses(len(rows))
         where, stamp, keys, uses = self.where, self.stamp, self._key, self.residency.rows.accesses
         age = self._age
         tenant = self.residency.tenant_of(rows[0])

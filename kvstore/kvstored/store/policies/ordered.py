@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.blocks.rows import grown
+from kvstored.store.blocks.rows import add_zeros, as_array, grown
 from kvstored.store.policies.base import NO_SHARE, EvictionPolicy, PolicySettings
 
 
@@ -52,6 +52,7 @@ def choose_tenant(
 
 OUT, QUEUED, PARKED, RETURNED = range(4)
 _GROWTH_MIN_ROWS = 1024
+_NARROW = 2**32 - 1
 
 
 class OrderedPolicy(EvictionPolicy):
@@ -68,7 +69,7 @@ class OrderedPolicy(EvictionPolicy):
         super().__init__(residency, tier, settings, name)
         self.may_name = residency.policy_may_name
         self.where = bytearray()
-        self.stamp = array("Q")
+        self.stamp = array("I")  # "Q" from access number 2^32 on
         self.accesses = 0
         self.rows = 0
         self._returned: list[list[tuple[int, int]]] = []  # by tenant: heap of (rank, row)
@@ -101,13 +102,19 @@ class OrderedPolicy(EvictionPolicy):
     def _grow(self, rows: int) -> None:
         """Make room for `rows` rows."""
         more = rows - len(self.where)
-        self.where.extend(bytes(more))
+        add_zeros(self.where, more)
         self.stamp = grown(self.stamp, more)
+
+    def expect_accesses(self, count: int) -> None:
+        """Make `stamp` wide enough for `count` more accesses. Call it before they are counted."""
+        if self.accesses + count > _NARROW and self.stamp.itemsize == 4:
+            self.stamp = array("Q", self.stamp)
 
     # Events
 
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
         tenant = self.know(rows)
+        self.expect_accesses(len(rows))
         for row in rows:
             self.accesses += 1
             self.stamp[row] = self.accesses
@@ -134,7 +141,8 @@ class OrderedPolicy(EvictionPolicy):
             if len(ours):
                 self.know((int(ours.max()), int(ours[-1])))
         first = self.accesses + 1
-        np.frombuffer(self.stamp, np.uint64)[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
+        self.expect_accesses(len(rows))
+        as_array(self.stamp)[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
         for tenant, ours in by_tenant:
             if len(ours):
                 self._enqueue_all(ours, tenant)

@@ -163,6 +163,7 @@ class QueuedPolicy(OrderedPolicy):
         self.discipline.stored(rows, self.rows)
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.expect_accesses(len(rows))
         queues, where, stamp, is_new = self.queues, self.where, self.stamp, self._is_new
         uses, used = queues.uses, self.discipline.used
         tenant = self.residency.tenant_of(rows[0])

@@ -34,6 +34,7 @@ class Ranked(OrderedPolicy):
         self._queues: list[dict[int, RowQueue]] = []  # by tenant, then priority
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self.expect_accesses(len(rows))
         for row in reversed(rows):
             tenant = self.residency.tenant_of(row)
             if self.where[row] == QUEUED:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore_predictor.learning import CELL_US, MAKING_US
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.chains.book import ChainBook
 from kvstored.store.policies.chains.table import TAU_S
 
@@ -213,7 +214,7 @@ class Candidates:
         base = book.standings(slots, now_s)
         base[~chains.flags(chains.live)[slots]] = _LEFTOVER
         chains.floats(chains.base)[slots] = base
-        depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
+        depth = as_array(book.residency.rows.depth)[rows].astype(np.int32)
         for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
             base[at] = chains.worth(int(slots[at]), int(depth[at]), float(base[at]), now_s)
         distance = chains.ints(chains.length)[slots] - depth

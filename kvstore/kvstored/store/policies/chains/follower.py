@@ -79,6 +79,8 @@ class ChainFollower:
         self.named = self.next = -1
         self.poor: PoorChains | None = None
         self._context: RequestContext | None = None
+        self._later = settings.later
+        self._owed: list[tuple[int, int]] = []  # upkeep: tenant and blocks of requests
         self._kids = residency.copies[tier].kids
         if settings.keep_worth:
             self.poor = PoorChains(residency, tier, self.book, settings.keep_worth / HOUR_S)
@@ -99,6 +101,7 @@ class ChainFollower:
             self._inserted_run(rows, now_ns)
             return
         self.next = self.named = -1
+        self.lru.expect_accesses(1)
         self.lru.accesses += 1
         self.lru.stamp[row] = self.lru.accesses
         self.lru.where[row] = QUEUED
@@ -168,9 +171,22 @@ class ChainFollower:
         self.is_plain = not self.is_lru
 
     def _keep_up(self, tenant: int, blocks: int) -> None:
-        """Run at most one step of background work. A request may spend 2 µs for each of its `blocks`, less the time
-        that refreshing the candidates took.
+        """Run at most one step of background work, after the request if that can be. A request may spend 2 µs for each
+        of its `blocks`, less the time that refreshing the candidates took.
         """
+        if self._later is None:
+            self._upkeep(tenant, blocks)
+            return
+        self._owed.append((tenant, blocks))
+        if len(self._owed) == 1:
+            self._later(self._catch_up)
+
+    def _catch_up(self) -> None:
+        owed, self._owed = self._owed, []
+        for tenant, blocks in owed:
+            self._upkeep(tenant, blocks)
+
+    def _upkeep(self, tenant: int, blocks: int) -> None:
         taken_us = self.candidates[tenant].refresh(self.now_s, blocks * US_A_BLOCK)
         self.book.upkeep.requested(blocks, self.now_s, taken_us=taken_us)
 

@@ -19,6 +19,7 @@ from kvstore_predictor.ages import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features
 from kvstore_predictor.hazards import LATE, STEP, Ladder, ladders_of
+from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.base import Origin
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.follower import ChainFollower
@@ -160,7 +161,7 @@ def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers
     """
     book, stayed = follower.book, 0
     owner, fan = np.frombuffer(book.owner, np.int32), np.frombuffer(book.fan, np.uint8)
-    depth = np.frombuffer(book.residency.rows.depth, np.uint32)
+    depth = as_array(book.residency.rows.depth)
     for name, each in blocks.items():
         is_here = (each.rows >= 0) & (each.rows < len(owner))
         is_here[is_here] = owner[each.rows[is_here]] == UNKNOWN
@@ -188,7 +189,7 @@ def _are_on_paths(book: ChainBook, blocks: _Blocks) -> npt.NDArray[np.bool_]:
     """
     order = np.argsort(blocks.chains, kind="stable")
     rows, chains = blocks.rows[order], blocks.chains[order]
-    depth = np.frombuffer(book.residency.rows.depth, np.uint32)[rows].astype(np.int64)
+    depth = as_array(book.residency.rows.depth)[rows].astype(np.int64)
     steps, parents = np.diff(depth), np.frombuffer(book.residency.rows.parent, np.int32)[rows[1:]]
     is_torn = (chains[1:] == chains[:-1]) & ((steps == 0) | ((steps == 1) & (parents != rows[:-1])))
     return ~np.isin(blocks.chains, chains[1:][is_torn])

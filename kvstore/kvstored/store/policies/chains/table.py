@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstored.store.blocks.rows import add_zeros
+
 _GROWTH_MIN, _GROWTH_MAX = 256, 4096
 _LATE_S = 30.0
 _SOON_S = 0.25  # what is due sooner is all as urgent
@@ -169,8 +171,8 @@ class SharedTouches:
         self.began_s = math.nan
 
     def grow(self, more: int) -> None:
-        self.count.frombytes(bytes(8 * more))
-        self.as_of_s.frombytes(bytes(8 * more))
+        add_zeros(self.count, more)
+        add_zeros(self.as_of_s, more)
 
     def rate(self, row: int, now_s: float) -> float:
         """Return how many times a second other chains than its own use the block at `row`, as of `now_s`."""
