@@ -139,7 +139,7 @@ def test_a_stream_is_the_same_whether_its_steps_come_together_or_one_by_one(
 
 
 def test_a_client_that_pauses_gets_every_token_once_and_in_order(model: ServedModel) -> None:
-    """What its socket does not take waits in the queue, and later tokens wait behind it."""
+    """Tokens that its socket does not take wait in the queue, and later ones wait behind them."""
     path, letters = "/v1/completions", 800
 
     async def run() -> list[str]:
