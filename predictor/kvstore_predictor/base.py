@@ -14,6 +14,8 @@ Obligations
 
 from __future__ import annotations
 
+import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,3 +151,11 @@ def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) 
 def within(state: State, prefix: str) -> dict[str, Array]:
     """Return the tables of `state` whose names begin with `prefix`, with the prefix removed from their names."""
     return {name.removeprefix(prefix): table for name, table in state.items() if name.startswith(prefix)}
+
+
+def untouched(*shape: int) -> npt.NDArray[np.float64]:
+    """Return an array of zeros, whose pages take no memory until they are written. NumPy's own zeros do where the C
+    library reuses freed memory, as it does after a start with many blocks.
+    """
+    memory = mmap.mmap(-1, 8 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory).reshape(shape)

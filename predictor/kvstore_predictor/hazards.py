@@ -17,8 +17,6 @@ features only. The time of a call does not grow with the number of cells.
 
 from __future__ import annotations
 
-import math
-import mmap
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
-from kvstore_predictor.base import Piece, State
+from kvstore_predictor.base import Piece, State, untouched
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 
 _CELLS_MAX = 16384
@@ -50,14 +48,6 @@ _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
 ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
-
-
-def _untouched(*shape: int) -> Floats:
-    """Return an array of zeros, whose pages take no memory until they are written. NumPy's own zeros do where the C
-    library reuses freed memory, as it does after a start with many blocks.
-    """
-    memory = mmap.mmap(-1, 8 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory).reshape(shape)
 
 
 class Ladder:
@@ -90,7 +80,7 @@ class HazardTables:
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
-        self._counts = _untouched(_NODES_FIRST, 2, BINS)  # times the gain
+        self._counts = untouched(_NODES_FIRST, 2, BINS)  # times the gain
         self._gain = 1.0  # what one chain counts now
         self._cells: dict[Features, int] = {}
         self._is_wanted = bytearray(_CELLS_MAX)  # cells whose ranks are to be made anew
@@ -101,13 +91,13 @@ class HazardTables:
         self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
         self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
-        self._late = _untouched(_CELLS_MAX, 2, BINS)  # got through, returned
+        self._late = untouched(_CELLS_MAX, 2, BINS)  # got through, returned
         # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
         # costs no memory.
-        self._paths: Ints = _untouched(_CELLS_MAX, len(ladders), _STEPS_MAX).view(np.int64)
-        self._estimates = _untouched(_CELLS_MAX, len(ladders), BINS)
-        self._mixed = _untouched(_CELLS_MAX, BINS)  # of all ladders, before what a hint adds
-        self._ranks = _untouched(_CELLS_MAX, BINS)
+        self._paths: Ints = untouched(_CELLS_MAX, len(ladders), _STEPS_MAX).view(np.int64)
+        self._estimates = untouched(_CELLS_MAX, len(ladders), BINS)
+        self._mixed = untouched(_CELLS_MAX, BINS)  # of all ladders, before what a hint adds
+        self._ranks = untouched(_CELLS_MAX, BINS)
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks

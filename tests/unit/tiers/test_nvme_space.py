@@ -17,7 +17,8 @@ from kvstore_tiers.nvme.check import bytes_used, check_directory
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import Superblock
 from kvstore_tiers.nvme.record_scan import ScannedSlab
-from kvstore_tiers.nvme.slab import Slab, mark
+from kvstore_tiers.nvme.slab import Slab
+from kvstore_tiers.nvme.slot_words import mark
 from kvstore_tiers.nvme.space import SlabSpace
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.testing.transfers import block, finish, put
@@ -51,7 +52,7 @@ def test_a_smaller_capacity_costs_slabs(tmp_path: Path) -> None:
 
 
 def test_a_tier_keeps_no_verdicts_of_its_recovery(tmp_path: Path) -> None:
-    """They are 110 bytes a block."""
+    """The verdicts would take 110 bytes a block."""
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
         fill(tier, 1, LARGE_BYTES)
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
@@ -61,7 +62,7 @@ def test_a_tier_keeps_no_verdicts_of_its_recovery(tmp_path: Path) -> None:
 
 
 def test_a_slab_remembers_how_much_each_slot_stores(tmp_path: Path) -> None:
-    """As one number, by slot, and with codecs."""
+    """One number serves all slots at first, then each has its own, and codecs come."""
     with closing(TierDirectory(tmp_path)) as directory:
         superblock = Superblock(bytes(16), 1, 1, 8192, 4, 2**40, 2 << 20, 1)
         slab = Slab(directory, superblock)

@@ -41,8 +41,9 @@ from kvstore_tiers.nvme.layout import (
     record_header,
 )
 from kvstore_tiers.nvme.record_scan import ScannedSlab, scan_slabs
-from kvstore_tiers.nvme.slab import Slab, SlotState, mark
+from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.nvme.slab_file import SlabFile
+from kvstore_tiers.nvme.slot_words import mark
 from kvstore_tiers.nvme.space import SlabSpace
 from kvstore_tiers.nvme.verdicts import Array, LiveBlocks, Origins
 from kvstore_tiers.recovered import RecoveredBlocks

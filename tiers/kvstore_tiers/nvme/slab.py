@@ -25,8 +25,6 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import (
-    CODEC_SHIFT,
-    STORED_MASK,
     RecordState,
     Superblock,
     nothing_at,
@@ -36,16 +34,10 @@ from kvstore_tiers.nvme.layout import (
     stored_word,
 )
 from kvstore_tiers.nvme.slab_file import SlabFile
+from kvstore_tiers.nvme.slot_words import StoredWords, mark, marks
 
 Column = npt.NDArray[np.uint64]
 _SETTLED_AT_ONCE = 1024  # freed slots whose records one write takes along: some milliseconds
-_NARROW = 2**32 - 1
-
-
-def mark(generation: int) -> int:
-    """Return the low half of `generation`, or 1 where that is 0; of no generation (0), 0. It tells the uses of a slot
-    apart, which follow each other one by one."""
-    return (generation & _NARROW or 1) if generation else 0
 
 
 class SlotState(IntEnum):
@@ -76,7 +68,7 @@ class Slab:
         self.states = bytearray(superblock.slots)
         fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
         self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
-        self._stored: int | array[int] = 0  # of every slot, or by slot; "Q" from the first block with a codec on
+        self._stored = StoredWords(superblock.slots)
         self.recorded = array("I", bytes(4 * superblock.slots))
         self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes
         self._untouched = 0
@@ -92,7 +84,6 @@ class Slab:
         self._require_direct = require_direct
         self._making = threading.Lock()
         self._making_error: OSError | None = None
-        self._storing = threading.Lock()  # a wider column replaces `_stored`
         self._records = threading.Lock()
         self._unsynced_free: dict[int, bytes] = {}  # free records written since the last sync began
         self._doubtful_free: dict[int, bytes] = {}  # and those of a sync that failed: the kernel calls them written
@@ -177,9 +168,7 @@ class Slab:
         """Return the number of bytes that slot number `index` stores behind its header, and the number of the codec
         that made them (0 for none).
         """
-        stored = self._stored
-        word = stored if isinstance(stored, int) else stored[index]
-        return word & STORED_MASK, word >> CODEC_SHIFT
+        return self._stored.of(index)
 
     # -- the I/O threads' side ---------------------------------------------------------------------------------------
 
@@ -301,9 +290,7 @@ class Slab:
 
     def note_written(self, index: int, header: BlockHeader) -> None:
         """Note that slot number `index` contains a whole block with this `header`."""
-        word = stored_word(header.stored_bytes, header.codec)
-        with self._storing:
-            self._note_stored(index, word)
+        self._stored.note(index, stored_word(header.stored_bytes, header.codec))
         self.states[index] = SlotState.WRITTEN
 
     def close(self) -> None:
@@ -319,31 +306,13 @@ class Slab:
         self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
         np.frombuffer(self.generations, np.uint64)[:] = generations
-        here = stored[taken]
-        if len(here) and (here == here[0]).all():
-            self._stored = int(here[0])
-        else:
-            kind = np.dtype(np.uint32 if stored.max(initial=0) <= _NARROW else np.uint64)
-            self._stored = array("I" if kind.itemsize == 4 else "Q", stored.astype(kind).tobytes())
-        marks = np.maximum(generations & np.uint64(_NARROW), np.uint64(1))
-        np.multiply(marks, taken, out=np.frombuffer(self.recorded, np.uint32), casting="unsafe")
+        self._stored.adopt(stored, taken)
+        np.frombuffer(self.recorded, np.uint32)[:] = marks(generations, taken)
         self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _note_stored(self, index: int, word: int) -> None:
-        """Set the `stored_word` of a slot. It is kept once as long as all slots that were written have an equal one."""
-        stored = self._stored
-        if isinstance(stored, int):
-            if stored in (0, word):
-                self._stored = word
-                return
-            self._stored = stored = array("I" if max(stored, word) <= _NARROW else "Q", [stored]) * self.slots
-        elif word > _NARROW and stored.itemsize == 4:
-            self._stored = stored = array("Q", stored)
-        stored[index] = word
 
     def _unsettled_slot(self) -> int:
         """Take the slot that was freed first, or one that was settled meanwhile."""

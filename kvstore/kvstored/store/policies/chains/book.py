@@ -22,7 +22,6 @@ from kvstore_predictor.ages import Floats, Ints, leaning
 from kvstore_predictor.features import Features, begun, continued, grown, with_answer, with_hint
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.blocks.rows import add_zeros
 from kvstored.store.policies.base import ChainHint, RequestContext
 from kvstored.store.policies.chains.ghost import (
     FAN_BITS,
@@ -78,7 +77,7 @@ class ChainBook:
     def grow(self, rows: int) -> None:
         more = rows - len(self.owner)
         self.owner.frombytes(b"\xff" * (4 * more))  # UNOWNED
-        add_zeros(self.fan, more)
+        self.fan.extend(bytes(more))
         self.touches.grow(more)
 
     def numbers(self) -> list[float]:
