@@ -48,6 +48,10 @@ kind = "remote"
 url = "s3://bucket?endpoint=http://127.0.0.1:9000&region=x&allow_http=true"
 capacity = "1GiB"
 """
+# Of the unit's own comment: it has no network else.
+_NETWORK = (
+    "[Service]\\nPrivateNetwork=no\\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\\nIPAddressAllow=localhost\\n"
+)
 _PROMPTS = [f"{number} cats sat on the mat and the hat of the rat that ran. " * 12 for number in range(4)]
 
 
@@ -212,6 +216,9 @@ def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
     debian.say("sh", "-c", "umask 077; head -c 32 /dev/urandom | base64 >/etc/kvstored/master")
     debian.say("chown", "kvstored", "/etc/kvstored/master")
     debian.say("sh", "-c", f"cat /tmp/more.toml >>{file}")
+    debian.say("mkdir", "-p", "/etc/systemd/system/kvstored.service.d")
+    debian.say("sh", "-c", f"printf '{_NETWORK}' >/etc/systemd/system/kvstored.service.d/network.conf")
+    debian.say("systemctl", "daemon-reload")
     debian.say("systemctl", "restart", "kvstored")
     debian.say("kvctl", "--timeout", "60", "put", "--name", "mark", "/tmp/mark")
     debian.say("kvctl", "flush")
@@ -224,7 +231,8 @@ def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
     debian.say("sh", "-c", f"printf '[nvme]\\ncodec = \"lossless\"\\n' | cat /tmp/before.toml - >{file}")
     assert "the Debian package has no extra codecs" in debian.run("kvstored", "serve", "--config", file).stderr
     debian.say("cp", "/tmp/before.toml", file)
-    debian.say("rm", "/etc/kvstored/master")
+    debian.say("rm", "-r", "/etc/kvstored/master", "/etc/systemd/system/kvstored.service.d")
+    debian.say("systemctl", "daemon-reload")
 
 
 def test_removal_keeps_the_configuration_and_purge_leaves_nothing(debian: BootedDebian) -> None:
