@@ -49,9 +49,7 @@ url = "s3://bucket?endpoint=http://127.0.0.1:9000&region=x&allow_http=true"
 capacity = "1GiB"
 """
 # Of the unit's own comment: it has no network else.
-_NETWORK = (
-    "[Service]\\nPrivateNetwork=no\\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\\nIPAddressAllow=localhost\\n"
-)
+_NETWORK = "[Service]\\nPrivateNetwork=no\\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK\\nIPAddressAllow=localhost\\n"
 _PROMPTS = [f"{number} cats sat on the mat and the hat of the rat that ran. " * 12 for number in range(4)]
 
 
