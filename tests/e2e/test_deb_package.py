@@ -49,7 +49,11 @@ url = "s3://bucket?endpoint=http://127.0.0.1:9000&region=x&allow_http=true"
 capacity = "1GiB"
 """
 # Of the unit's own comment: it has no network else.
-_NETWORK = "[Service]\\nPrivateNetwork=no\\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK\\nIPAddressAllow=localhost\\n"
+_NETWORK = """[Service]
+PrivateNetwork=no
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+IPAddressAllow=localhost
+"""
 _PROMPTS = [f"{number} cats sat on the mat and the hat of the rat that ran. " * 12 for number in range(4)]
 
 
@@ -214,8 +218,8 @@ def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
     debian.say("sh", "-c", "umask 077; head -c 32 /dev/urandom | base64 >/etc/kvstored/master")
     debian.say("chown", "kvstored", "/etc/kvstored/master")
     debian.say("sh", "-c", f"cat /tmp/more.toml >>{file}")
-    debian.say("mkdir", "-p", "/etc/systemd/system/kvstored.service.d")
-    debian.say("sh", "-c", f"printf '{_NETWORK}' >/etc/systemd/system/kvstored.service.d/network.conf")
+    (debian.root / "tmp/network.conf").write_text(_NETWORK)
+    debian.say("install", "-D", "/tmp/network.conf", "/etc/systemd/system/kvstored.service.d/network.conf")
     debian.say("systemctl", "daemon-reload")
     debian.say("systemctl", "restart", "kvstored")
     debian.say("kvctl", "--timeout", "60", "put", "--name", "mark", "/tmp/mark")
