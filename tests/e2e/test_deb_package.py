@@ -37,6 +37,8 @@ default = true
 listen = "tcp://127.0.0.1:5557"
 [traces]
 endpoint = "http://127.0.0.1:4318"
+"""
+_REMOTE = """
 [[tier]]
 name = "values"
 kind = "remote"
@@ -227,6 +229,9 @@ def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
     debian.say("systemctl", "restart", "kvstored")
     assert debian.say("kvctl", "--timeout", "60", "get", "--name", "mark") == mark
     assert debian.run("grep", "-rlaF", mark[:30], "/var/lib/kvstored").stdout == ""
+    (debian.root / "tmp/remote.toml").write_text(_REMOTE)
+    debian.say("sh", "-c", f"cat /tmp/remote.toml >>{file}")
+    debian.say("systemctl", "restart", "kvstored")
     said = debian.say("journalctl", "--unit=kvstored", "--no-pager", "--output=cat")
     assert "cannot be loaded" not in said and "Traceback" not in said, said[-4000:]
     assert {tier["name"] for tier in _kvctl(debian, "tiers")["tiers"]} == {"host", "nvme", "objects", "values"}
