@@ -129,7 +129,7 @@ def test_a_request_of_an_engine_is_one_trace_with_its_movement_and_lease(collect
 
 @pytest.mark.slow
 def test_an_http_request_is_one_trace_through_the_engine(collector: Collector, tmp_path: Path) -> None:
-    """What kvengine looks up, loads and stores for a request is below the span that its caller names."""
+    """Lookups, loads and puts of kvengine for a request are below the span that its caller names."""
     skip_without_ggml()
     for needed in ("uvicorn", "httptools"):
         pytest.importorskip(needed, reason="the extra server is not installed")

@@ -37,6 +37,8 @@ default = true
 listen = "tcp://127.0.0.1:5557"
 [traces]
 endpoint = "http://127.0.0.1:4318"
+"""
+_REMOTE = """
 [[tier]]
 name = "values"
 kind = "remote"
@@ -47,6 +49,12 @@ name = "objects"
 kind = "remote"
 url = "s3://bucket?endpoint=http://127.0.0.1:9000&region=x&allow_http=true"
 capacity = "1GiB"
+"""
+# Of the unit's own comment: it has no network else.
+_NETWORK = """[Service]
+PrivateNetwork=no
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+IPAddressAllow=localhost
 """
 _PROMPTS = [f"{number} cats sat on the mat and the hat of the rat that ran. " * 12 for number in range(4)]
 
@@ -212,19 +220,26 @@ def test_the_package_has_what_its_settings_need(debian: BootedDebian) -> None:
     debian.say("sh", "-c", "umask 077; head -c 32 /dev/urandom | base64 >/etc/kvstored/master")
     debian.say("chown", "kvstored", "/etc/kvstored/master")
     debian.say("sh", "-c", f"cat /tmp/more.toml >>{file}")
+    (debian.root / "tmp/network.conf").write_text(_NETWORK)
+    debian.say("install", "-D", "/tmp/network.conf", "/etc/systemd/system/kvstored.service.d/network.conf")
+    debian.say("systemctl", "daemon-reload")
     debian.say("systemctl", "restart", "kvstored")
     debian.say("kvctl", "--timeout", "60", "put", "--name", "mark", "/tmp/mark")
     debian.say("kvctl", "flush")
     debian.say("systemctl", "restart", "kvstored")
     assert debian.say("kvctl", "--timeout", "60", "get", "--name", "mark") == mark
     assert debian.run("grep", "-rlaF", mark[:30], "/var/lib/kvstored").stdout == ""
+    (debian.root / "tmp/remote.toml").write_text(_REMOTE)
+    debian.say("sh", "-c", f"cat /tmp/remote.toml >>{file}")
+    debian.say("systemctl", "restart", "kvstored")
     said = debian.say("journalctl", "--unit=kvstored", "--no-pager", "--output=cat")
     assert "cannot be loaded" not in said and "Traceback" not in said, said[-4000:]
     assert {tier["name"] for tier in _kvctl(debian, "tiers")["tiers"]} == {"host", "nvme", "objects", "values"}
     debian.say("sh", "-c", f"printf '[nvme]\\ncodec = \"lossless\"\\n' | cat /tmp/before.toml - >{file}")
     assert "the Debian package has no extra codecs" in debian.run("kvstored", "serve", "--config", file).stderr
     debian.say("cp", "/tmp/before.toml", file)
-    debian.say("rm", "/etc/kvstored/master")
+    debian.say("rm", "-r", "/etc/kvstored/master", "/etc/systemd/system/kvstored.service.d")
+    debian.say("systemctl", "daemon-reload")
 
 
 def test_removal_keeps_the_configuration_and_purge_leaves_nothing(debian: BootedDebian) -> None:

@@ -155,7 +155,7 @@ def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine
 
 @pytest.mark.slow
 def test_an_engine_computes_and_stores_what_a_daemon_recorded(tmp_path: Path, capfdbinary: Any) -> None:
-    """What was asked yesterday is stored again in an empty daemon, by a real engine, and found by the next request."""
+    """A real engine stores the prompts of yesterday in an empty daemon again, and the next request finds them."""
     skip_without_ggml()
     for needed in ("uvicorn", "httptools"):
         pytest.importorskip(needed, reason="the extra server is not installed")

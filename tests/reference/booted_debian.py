@@ -22,7 +22,7 @@ _ARCHIVE = _ROOT / "build/debian-tree.tar"
 _BOOT = Path(__file__).with_name("boot_systemd.sh")
 _INSIDE = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/root"}
 MAKE_TIMEOUT_S = 600
-COMMAND_TIMEOUT_S = 180
+COMMAND_TIMEOUT_S = 300
 BOOT_TIMEOUT_S = 60.0
 
 

@@ -103,7 +103,7 @@ def test_a_lookup_finds_what_another_node_stored_for_every_layer_group(tmp_path:
 
 
 def test_a_bump_on_one_node_leaves_no_stale_hit_on_another(tmp_path: Path, store: str) -> None:
-    """Blocks of the older weights leave the shared store; those of the newer ones are found, with their own bytes."""
+    """Blocks of the older weights leave the shared store; blocks of the newer ones are found, with their own bytes."""
     secret = secret_file(tmp_path)
     versions = [replace(MODEL, weights="policy", weights_version=number) for number in (1, 2)]
 

@@ -309,8 +309,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         settings = self._settings
         staging_bytes = 0 if settings.read_only else max(settings.staging_mib << 20, 2 * slot_bytes(self._row_bytes))
         return engine_session(
-            logger,
-            settings.socket,
+            logger, settings.socket,
             fingerprint=fingerprint,
             client_name="vllm-tier",
             deadline_s=settings.lookup_deadline_ms / 1000,
@@ -318,7 +317,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             exact=not settings.accepts_lossy,
             pool=settings.pool,
             staging_bytes=staging_bytes,
-        )
+        )  # fmt: skip
 
     def _inform(self, session: Session, positions: dict[bytes, int], request: _Request, expected: HintedChain) -> None:
         """Send the report of a request's end. Runs in the thread that stores."""

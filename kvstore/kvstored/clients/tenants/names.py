@@ -24,8 +24,8 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """A bounded collection of model fingerprints by digest, from which listings take the names that people see. Those
-    that name a version of weights, by which older blocks are found, have room of their own."""
+    """A bounded collection of model fingerprints by digest, from which listings take the names that people see.
+    Fingerprints with a version of weights, by which a bump finds older blocks, have room of their own."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[bytes, Fingerprint] = {}
