@@ -64,8 +64,7 @@ class Verbs:
         self._residency, self._leases, self._counters = store.residency, store.leases, store.counters
         self._get, self._look_up = operations.get, operations.look_up
         self._hints, self._delete = operations.hints, operations.delete
-        self._puts = PutVerb(operations.put, store)
-        self._misses = misses
+        self._puts, self._misses = PutVerb(operations.put, store), misses
         self._requests = 0  # gets that said how long their prompt is
         self._code = cache(partial(tier_code, store.residency))
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
@@ -218,9 +217,8 @@ class Verbs:
     async def _looked_up_elsewhere(
         self, session: ClientSession, whole: pb.Request
     ) -> AsyncGenerator[pb.Response, None]:
-        request = whole.lookup
-        await self._look_up.wait(self._questions(session, request), request.max_wait_ms)
-        yield pb.Response(lookup=self._presences(session, request))
+        await self._look_up.wait(self._questions(session, whole.lookup), whole.lookup.max_wait_ms)
+        yield pb.Response(lookup=self._presences(session, whole.lookup))
 
     def _questions(self, session: ClientSession, request: pb.Lookup) -> list[Question]:
         """Ask shared stores for the unknown blocks of a lookup; return the questions that are worth its wait."""
