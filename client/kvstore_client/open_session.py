@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 
 from kvstore_client.arguments import seconds
 from kvstore_client.connection import Connection
+from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.prefix import KeyedPrefix, prefix_of
 from kvstore_client.results import ClientCounters, Statistics
-from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -54,15 +54,9 @@ class OpenSession:
         return self._connection.state
 
     @property
-    def most_payload_bytes(self) -> int:
-        """The largest payload of a block that this session can put: what the daemon allows, and what fits the staging
-        memory. 0 while the session is degraded or if it only reads.
-        """
-        daemon = self._connection.current()
-        if daemon is None or daemon.staging is None:
-            return 0
-        room = len(daemon.staging.memory) - HEADER_BYTES
-        return min(room, daemon.max_block_bytes) if daemon.max_block_bytes else room
+    def daemon(self) -> DaemonSession | None:
+        """The present session with the daemon, for this package's own requests, or None while there is none."""
+        return self._connection.current()
 
     @property
     def device(self) -> DeviceMemory:

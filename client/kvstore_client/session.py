@@ -35,7 +35,6 @@ from kvstore_client.results import (
 from kvstore_client.resume import KeysByGroup, prefixes_of, probed_point, resume_point
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
-from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_PUT_DEADLINE_S = 5.0
@@ -337,14 +336,6 @@ class Session(OpenSession):
         """
         timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
         return 0 if daemon is None else requests.bump_weights(daemon, weights, version, timeout_s)
-
-    def catalogue(self, request: wire.Catalogue, *, deadline_s: float | None = None) -> wire.CatalogueReply | str:
-        """List or change the objects of this session's tenant; `kvstore_client.objects.ObjectStore` has a method for
-        each. Return the daemon's reply, or the reason why there is none within `deadline_s` seconds. Raises
-        KVStoreError for a request that the daemon refuses.
-        """
-        timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
-        return REASON_NO_DAEMON if daemon is None else requests.catalogue(daemon, request, timeout_s)
 
     def _probe(self, prefix: KeyedPrefix | None, *, may_wait: bool) -> Lookup:
         found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else requests.probe(prefix, may_wait=may_wait)

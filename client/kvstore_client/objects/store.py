@@ -21,8 +21,10 @@ from kvstore_client.objects.filling import Filled, Filling, Progress
 from kvstore_client.objects.mapped import MappedObject
 from kvstore_client.objects.mapping import ObjectMapping
 from kvstore_client.objects.sources import BytesSource, Source
+from kvstore_client.requests import catalogue
 from kvstore_client.results import REASON_DEADLINE, REASON_LATE, REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.manifest import (
@@ -94,7 +96,8 @@ class ObjectStore:
         return manifest
 
     def _ask(self, request: wire.Catalogue) -> wire.CatalogueReply:
-        reply = self.session.catalogue(request, deadline_s=self._deadline_s)
+        daemon = self.session.daemon
+        reply = REASON_NO_DAEMON if daemon is None else catalogue(daemon, request, self._deadline_s)
         if isinstance(reply, str):
             raise KVStoreError(ErrorKind.UNAVAILABLE, _no_answer(reply))
         return reply
@@ -140,8 +143,12 @@ class ObjectStore:
         return PutObject(reply.objects[0], filled)
 
     def _part_bytes(self) -> int:
-        most = self.session.most_payload_bytes
-        fitting = [size for size in PART_CLASSES if size <= most]
+        daemon = self.session.daemon
+        staging = None if daemon is None else daemon.staging
+        room = 0
+        if daemon is not None and staging is not None:
+            room = min(len(staging.memory) - HEADER_BYTES, daemon.max_block_bytes)
+        fitting = [size for size in PART_CLASSES if size <= room]
         if not fitting:
             raise KVStoreError(
                 ErrorKind.UNAVAILABLE, "no part can be put: no daemon, or no staging memory (host.staging)"

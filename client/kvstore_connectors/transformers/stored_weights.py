@@ -36,8 +36,8 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 def store_model(store: ObjectStore, name: str, model: Any, **options: Any) -> PutObject:
-    """Store the parameters and buffers of the loaded `model` as the object `name`, with its configuration. `options`
-    are those of `ObjectStore.put`. Raises KVStoreError for tensors that are not in the processor's memory.
+    """Store the parameters and buffers of the loaded `model`, and its configuration, as the object `name`. `options` go
+    to `ObjectStore.put`. Raises KVStoreError for tensors that are not in the processor's memory.
     """
     inner = inner_model(model)
     arrays, types, seen = {}, {}, set[int]()
@@ -66,7 +66,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model that is stored as `name`, in eval mode, with its parameters in the object's mapping, which they
     keep. `store` is the tenant's objects, or the directory of the daemon's sockets. `tables` puts the rows of tables in
-    the place of parameters, by name. `options` are those of `from_pretrained`; with another `dtype` the parameters are
+    the place of parameters, by name. `options` go to `from_pretrained`; with another `dtype` the parameters are
     private copies. The fingerprint of the model has the object's digest, so its weights are not hashed. Raises
     KVStoreError.
     """

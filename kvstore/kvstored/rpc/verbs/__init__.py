@@ -63,8 +63,7 @@ class Verbs:
         self._residency, self._leases, self._counters = store.residency, store.leases, store.counters
         self._get, self._look_up = operations.get, operations.look_up
         self._hints, self._delete = operations.hints, operations.delete
-        self._puts = PutVerb(operations.put, store)
-        self._misses = misses
+        self._puts, self._misses = PutVerb(operations.put, store), misses
         self._requests = 0  # gets that said how long their prompt is
         self._code = cache(partial(tier_code, store.residency))
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
