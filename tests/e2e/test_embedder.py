@@ -1,4 +1,4 @@
-"""Cached embeddings against the real daemon: equal to the bit, computed once, and never those of another model."""
+"""Cached embeddings against the real daemon: equal to the bit, computed once, never another model's."""
 
 from __future__ import annotations
 

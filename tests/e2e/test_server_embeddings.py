@@ -99,6 +99,7 @@ def test_a_restarted_server_reads_them_and_another_pooling_does_not(daemon: Runn
         ({"input": ["a", []]}, "input", "must not have an empty text or list"),
         ({"input": [1.5]}, "input", "must be a string, a list of token ids"),
         ({"input": [-1]}, "input", "token ids must be"),
+        ({"input": [[1] * 300] * 1001}, "input", "at most 300000 tokens"),
         ({"input": ["a"] * 2049}, "input", "at most 2048 inputs"),
         ({"input": "a " * 5000}, "input", "context holds"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "must be 'float' or 'base64'"),

@@ -58,9 +58,8 @@ def main() -> None:
         prompts: list[Any] = [
             {"prompt_token_ids": prompt, **request.get("prompt_fields", {})} for prompt in request["prompts"]
         ]
-        if "images" in request:
-            for prompt, file in zip(prompts, request["images"], strict=True):
-                prompt["multi_modal_data"] = {"image": _image(file)}
+        for prompt, file in zip(prompts, request.get("images", ()), strict=False):
+            prompt["multi_modal_data"] = {"image": _image(file)}
         started = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         wall_s = time.perf_counter() - started

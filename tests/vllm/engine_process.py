@@ -42,8 +42,8 @@ class EngineDied(AssertionError):
 
 class EngineProcess:
     """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones;
-    `encoder_transfer`: the same of ECTransferConfig; `one_process`: scheduler and worker run in the child itself, which
-    starts in a third of the processor time; and `pool_gib`: of engines on CPUs, 2 by default; with None
+    `encoder_transfer`: arguments of ECTransferConfig; `one_process`: scheduler and worker run in the child itself,
+    which starts in a third of the processor time; and `pool_gib`: of engines on CPUs, 2 by default; with None
     `kv_cache_memory_bytes` counts.
     """
 

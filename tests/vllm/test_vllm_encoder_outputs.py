@@ -1,4 +1,4 @@
-"""Encoder outputs in real vLLM engines: read after a restart and from another folder, and never those of another model.
+"""Encoder outputs in real vLLM engines: read after a restart and from another folder, never another model's.
 
 Scheduler and worker run in the engine's process, which counts images: one that missed was encoded. What engines do with
 each other's outputs is tried with two of them; roles, and what fails, with the connector's two sides alone.

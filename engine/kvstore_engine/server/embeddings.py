@@ -25,7 +25,7 @@ from kvstore_engine.embedding import EmbeddingModel, Pooling, Vectors, pooling_o
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileWatch, GGUFFile, OpenFile
 from kvstore_engine.model.placement import order_of_sums
-from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
+from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable
 from kvstore_engine.server.body import Integer, Text, read
 from kvstore_engine.server.completions import is_tokens, token_array
 from kvstore_engine.server.keys import KeyOwner
@@ -38,7 +38,7 @@ from kvstore_proto.version import VERSION
 if TYPE_CHECKING:
     from kvstore_engine.server.service import Service
 
-MAX_INPUTS = 2048  # OpenAI's
+MAX_INPUTS, MAX_TOKENS = 2048, 300_000  # OpenAI's, of one request
 _MAX_SESSIONS = 64
 _NOT_SAID = "this model's file does not say how it pools states, so it makes no embeddings: kvengine serve --pooling"
 
@@ -66,16 +66,22 @@ class Embeddings:
         self._model: EmbeddingModel | None = None
         self._watch: FileWatch | None = None
         self._sessions: dict[str, Session | None] = {}
+        self._waiting = 0
 
     async def vectors(self, inputs: Sequence[Int32Array], tenant: str, context: int) -> Vectors:
         """Return the embedding of each input, float32 [inputs, width]. `context` is the server's. Raises ApiError."""
+        if self._waiting >= self._options.max_queued:
+            raise overloaded(f"{self._waiting} requests for embeddings are waiting already", 1.0)
         loop = asyncio.get_running_loop()
+        self._waiting += 1
         try:
             return await loop.run_in_executor(self._thread, self._vectors, inputs, tenant, context)
         except FileChanged as error:
             raise unavailable(str(error)) from None
         except (OperationError, UsageError, RuntimeError) as error:
             raise failed(f"the embeddings were not computed: {error}") from None
+        finally:
+            self._waiting -= 1
 
     def close(self) -> None:
         self._thread.submit(self._close)
@@ -143,11 +149,12 @@ async def answer(fields: dict[str, Any], caller: KeyOwner, service: Service) -> 
     if service.embeddings is None:
         raise invalid(_NOT_SAID)
     inputs = await _inputs(body.input, service)
+    if (tokens := sum(map(len, inputs))) > MAX_TOKENS:
+        raise invalid(f"a request has at most {MAX_TOKENS} tokens, got {tokens}", "input")
     found = await service.embeddings.vectors(inputs, caller.tenant, service.engine.context)
     width = found.shape[1]
     if body.dimensions not in (None, width):
         raise invalid(f"this model's embeddings have {width} dimensions, and cannot be shortened", "dimensions")
-    tokens = sum(map(len, inputs))
     data = [
         {"object": "embedding", "index": place, "embedding": _shown(row, body.encoding_format)}
         for place, row in enumerate(found)
