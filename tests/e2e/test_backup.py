@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
+import pytest
+
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, ended_with, running_daemon
@@ -48,6 +50,7 @@ def _copy_of(daemon: RunningDaemon, place: Path) -> None:
     (place / "nvme/seal").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_running_daemon_serves_what_was_durable(tmp_path: Path) -> None:
     with running_daemon() as daemon:
         with daemon.connect() as session:

@@ -175,6 +175,7 @@ def kvstored(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_directory_is_inspected_while_its_daemon_runs_and_repaired_when_it_does_not(daemon: RunningDaemon) -> None:
     spoil(daemon, 1, 4, depth=2)
     store(daemon, 2, 1)

@@ -124,6 +124,7 @@ def test_a_budget_is_kept_over_kill_9() -> None:
         assert spent <= after.spent_bytes <= before.bytes_per_day + (1 << 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["state.commit", "endurance.saved"])
 def test_killed_while_a_lease_is_saved(place: str) -> None:
     """The saved lease is the old or the new one, whole; what was spent of it is never there again."""

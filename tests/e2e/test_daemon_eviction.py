@@ -222,6 +222,7 @@ def test_dram_alone_evicts_and_never_throttles() -> None:
             assert session.lookup(tokens_of(19, BLOCKS)).blocks == BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "chain-hazard"])
 def test_what_a_put_continues_does_not_leave_for_it(policy: str) -> None:
     """The first to leave is the tail of the oldest conversation, which is the one that is put again, longer."""

@@ -141,6 +141,7 @@ def test_a_range_that_is_not_stored_is_known_before_another_is_loaded() -> None:
         assert daemon.status().counters["promoted_blocks"] < BLOCKS, "and then it is not loaded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", "closed", "killed"])
 def test_a_client_that_goes_in_the_first_range_leaves_nothing(how: str) -> None:
     with (

@@ -22,6 +22,7 @@ from tests.reference.running_daemon import RunningDaemon, eventually, running_da
 from tests.reference.unary_client import unary_client
 
 MODEL, BLOCKS = model(), 6
+LOSSY_ONLY = (0, "lossy_only", 0, "lossy_only")
 SETTINGS = (
     "host.capacity=32MiB", "host.staging=8MiB", "host.arena=1MiB", "host.warm_restart=holder",
     "nvme.capacity=32MiB", "nvme.slab=1MiB", "nvme.codec=rounding", "nvme.codec_staging=1MiB",
@@ -53,11 +54,11 @@ def _put(session: Session, number: int) -> None:
     assert set(receipt.durability) == {"durable"}
 
 
-def _is_missed(session: Session, number: int) -> bool:
+def _found(session: Session, number: int) -> tuple[int, str, int, str]:
     tokens = tokens_of(number, BLOCKS)
     with session.get(tokens) as lease:
         found = session.lookup(tokens)
-        return (lease.blocks, lease.reason, found.blocks, found.reason) == (0, "lossy_only", 0, "lossy_only")
+        return lease.blocks, lease.reason, found.blocks, found.reason
 
 
 def _gets(session: Session, number: int, *, lossy: bool) -> bool:
@@ -73,10 +74,10 @@ def test_lossy_copies_are_for_those_who_accept_them(daemon: RunningDaemon) -> No
         _put(exact, 2)
         assert _gets(lossy, 1, lossy=False) and _gets(exact, 1, lossy=False), "DRAM has what was put"
         daemon.drop("host")
-        assert _is_missed(exact, 1) and exact.probe(tokens_of(1, BLOCKS)).blocks == 0
+        assert _found(exact, 1) == LOSSY_ONLY and exact.probe(tokens_of(1, BLOCKS)).blocks == 0
         assert exact.prefetch(tokens_of(1, BLOCKS)).scheduled_blocks == 0
         assert _gets(lossy, 1, lossy=True) and _gets(lossy, 2, lossy=False) and _gets(exact, 2, lossy=False)
-        assert _is_missed(exact, 1), "a promoted copy is lossy too"
+        assert _found(exact, 1) == LOSSY_ONLY, "a promoted copy is lossy too"
         assert exact.probe(tokens_of(1, BLOCKS)).blocks == 0 and exact.probe(tokens_of(2, BLOCKS)).blocks == BLOCKS
         with lossy.get(tokens_of(1, BLOCKS)) as held:
             _put(exact, 1)
@@ -100,14 +101,14 @@ def test_a_restart_knows_which_copies_are_lossy(how: str, daemon: RunningDaemon)
     daemon.stop() if how == "stopped" else daemon.kill9()
     daemon.restart()
     with daemon.connect(MODEL, exact=False) as lossy, daemon.connect(MODEL) as exact:
-        assert _is_missed(exact, 1) and _is_missed(exact, 2)
+        assert _found(exact, 1) == LOSSY_ONLY and _found(exact, 2) == LOSSY_ONLY
         assert daemon.tiers()["host"].lossy_blocks == BLOCKS
         assert _gets(lossy, 1, lossy=True) and _gets(lossy, 2, lossy=True)
         _put(exact, 1)
     daemon.stop() if how == "stopped" else daemon.kill9()
     daemon.restart()
     with daemon.connect(MODEL) as exact:
-        assert _gets(exact, 1, lossy=False) and _is_missed(exact, 2)
+        assert _gets(exact, 1, lossy=False) and _found(exact, 2) == LOSSY_ONLY
 
 
 def test_a_tenant_that_allows_it_no_more_gets_no_lossy_copy(daemon: RunningDaemon) -> None:
@@ -119,7 +120,7 @@ def test_a_tenant_that_allows_it_no_more_gets_no_lossy_copy(daemon: RunningDaemo
     daemon.config.write_text(daemon.config.read_text().replace("lossy = true", "lossy = false"))
     daemon.restart()
     with daemon.connect(MODEL, exact=False) as session:
-        assert _is_missed(session, 1)
+        assert _found(session, 1) == LOSSY_ONLY
 
 
 def test_operators_see_the_form_and_the_error(daemon: RunningDaemon, capfdbinary: Any) -> None:
@@ -200,7 +201,7 @@ def test_a_reload_that_disallows_lossy_copies_counts_for_open_sessions(
         assert _gets(session, 1, lossy=True)
         config.write_text(config.read_text().replace("lossy = true", "lossy = false"))
         Kvctl(daemon, capfdbinary)("reload")
-        assert _is_missed(session, 1)
+        assert _found(session, 1) == LOSSY_ONLY
         _put(session, 1)
         daemon.drop("host")
         assert _gets(session, 1, lossy=False)

@@ -82,6 +82,7 @@ def test_a_hangup_does_not_end_the_daemon(daemon: RunningDaemon) -> None:
     assert must_hold(daemon, range(1, 3)) == 2 * BLOCKS
 
 
+@pytest.mark.slow
 def test_capacities_grow_and_shrink_and_what_fits_stays(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
     conversations = range(1, 61)  # 65 MiB
     fill(daemon, conversations)
@@ -144,6 +145,7 @@ def test_what_waits_for_a_restart_is_named_each_time(daemon: RunningDaemon, file
     assert "no setting differs" in kvctl("reload").out
 
 
+@pytest.mark.slow
 def test_policy_and_log_level_change(daemon: RunningDaemon, file: Path, capfdbinary: Any) -> None:
     fill(daemon, range(1, 40))
     kvctl = Kvctl(daemon, capfdbinary)

@@ -63,6 +63,7 @@ def test_use_is_known_after_a_stop(warm: str) -> None:
         assert eventually(lambda: accesses(daemon) == before), "it serves before it knows"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "kill -9"])
 @pytest.mark.parametrize("warm", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
@@ -137,6 +138,7 @@ def test_what_was_announced_before_kill_9_is_prefetched_after_it() -> None:
         assert daemon.status().counters.get("acquires", 0) == 0
 
 
+@pytest.mark.slow
 def test_why_a_block_went_is_known_after_a_restart() -> None:
     with running_daemon(*SMALL, "host.policy=lru") as daemon:
         with daemon.connect(MODEL) as session:

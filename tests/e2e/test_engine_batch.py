@@ -155,6 +155,7 @@ def _storm(loaded: Loaded, count: int, blocks: int) -> tuple[Outcome, dict[str, 
     return outcome, prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tried", [GGML, pytest.param(TORCH, marks=pytest.mark.slow)], indirect=True, ids=str)
 def test_a_preemption_storm_changes_no_answer(tried: Loaded) -> None:
     """Sequences of 35 to 182 tokens in a pool of 26 blocks: about a quarter of what 16 of them want."""

@@ -176,6 +176,7 @@ def test_a_daemon_that_dies_while_stages_load_costs_only_computing(
     assert again.restore.reason == f"{lost} stored blocks of stages could not be loaded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [("kv",), ("states",), ("kv", "states")])
 def test_a_stage_computes_from_stored_states_or_from_those_of_the_stage_before(
     engines: Engines, missing: tuple[str, ...]

@@ -79,6 +79,7 @@ def test_a_conversation_resumes_at_its_end_and_a_shared_prompt_where_it_parts(da
             assert _restored(session, [*_PROMPT[:shared], 1, *_PROMPT[:100]]) >= shared // 64 * 64
 
 
+@pytest.mark.slow
 def test_it_resumes_after_a_kill_and_from_nvme(daemon: RunningDaemon) -> None:
     with daemon.connect(_MODEL) as session:
         assert _answer(session, _PROMPT) == 0

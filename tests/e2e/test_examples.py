@@ -25,6 +25,7 @@ def _run(socket_dir: Path, example: Path = _EXAMPLE) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_the_tiny_engine_restores_and_answers_the_same(tmp_path: Path) -> None:
     with running_daemon() as daemon:
         cold, warm = _run(daemon.socket_dir), _run(daemon.socket_dir)

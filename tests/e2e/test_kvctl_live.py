@@ -68,6 +68,7 @@ def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage
         return error.code, error.headers, error.read().decode()
 
 
+@pytest.mark.slow
 def test_the_page_is_for_who_has_its_address_on_this_machine(daemon: RunningDaemon) -> None:
     with served(daemon) as url:
         port = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/[\w-]{20,}/", url)
@@ -91,6 +92,7 @@ def test_the_page_is_for_who_has_its_address_on_this_machine(daemon: RunningDaem
         assert not re.findall(r"(?:src|href)=", text)
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_gone_is_said_and_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     with running_daemon() as daemon, served(daemon) as url:
         assert "serving" in ask(url)[2]

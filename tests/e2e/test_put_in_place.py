@@ -248,6 +248,7 @@ def test_a_client_killed_while_it_writes_leaves_nothing(daemon: RunningDaemon) -
             assert holds(lease, payloads_of(95, BLOCKS, MODEL))
 
 
+@pytest.mark.slow
 def test_a_client_goes_on_in_place_after_a_restart_of_the_daemon() -> None:
     settings = ("put.in_place=true", *SETTINGS, "host.warm_restart=holder")
     with running_daemon(*settings) as daemon, daemon.connect(MODEL) as session:

@@ -69,6 +69,7 @@ def test_a_server_shows_what_it_restored(tmp_path: Path) -> None:
     assert {f"sequence 1: restore, {kind}" for kind in kinds} <= names
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_one_line() -> None:
     done = _kvengine("--url", "http://127.0.0.1:1")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cannot be asked" in done.stderr

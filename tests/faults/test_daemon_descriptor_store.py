@@ -94,6 +94,7 @@ def test_arenas_that_are_given_up_leave_the_store(daemon: RunningDaemon, manager
     assert daemon.tiers()["host"].used_bytes <= 14 << 20
 
 
+@pytest.mark.slow
 def test_turned_off_it_empties_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
     start(daemon, manager)
     put_and_kill(daemon, manager, 1)
@@ -208,6 +209,7 @@ def test_a_listening_socket_of_the_manager_is_used_and_left(daemon: RunningDaemo
         assert file_identity(path) == before, "the manager listens there still"
 
 
+@pytest.mark.slow
 def test_a_removed_socket_of_the_manager_is_replaced_by_one_of_the_daemon(
     daemon: RunningDaemon, manager: ServiceManager
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_new_secret_drops_what_no_key_opens(daemon: RunningDaemon) -> None:
     daemon.stop()
 
 
+@pytest.mark.slow
 def test_another_master_key_takes_the_place_of_the_former(daemon: RunningDaemon) -> None:
     daemon.start()
     put(daemon, 1)
@@ -221,6 +222,7 @@ def test_another_master_key_takes_the_place_of_the_former(daemon: RunningDaemon)
     must_be_refused(daemon, "encryption.key_file is not the key")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failpoint", ["file.keys=kill@1", "keys.written=kill@1", "keys.written=kill@2"])
 def test_a_kill_while_keys_are_written_loses_no_durable_block(daemon: RunningDaemon, failpoint: str) -> None:
     daemon.failpoints = failpoint
@@ -296,6 +298,7 @@ def test_a_changed_block_is_damage_and_goes_to_quarantine(daemon: RunningDaemon)
     daemon.kill9()
 
 
+@pytest.mark.slow
 def test_the_scrubber_finds_changed_blocks_and_records_without_a_key(daemon: RunningDaemon) -> None:
     daemon.is_spoilt = True
     daemon.settings += ("scrub.start_s=0", "scrub.interval_s=0.2", "scrub.rate=256MiB")

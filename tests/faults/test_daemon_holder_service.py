@@ -107,6 +107,7 @@ def test_ctrl_c_gives_the_memory_back_and_the_service_stays(
     assert found(daemon) == 0
 
 
+@pytest.mark.slow
 def test_without_the_service_the_next_holder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older systemd in whose unit the store is all there is: the daemon says that a stop loses DRAM."""
     monkeypatch.setenv("KVSTORED_HOLDER", str(tmp_path / "nothing" / "holder.sock"))
@@ -127,6 +128,7 @@ def test_without_the_service_the_next_holder_is_used(tmp_path: Path, monkeypatch
             assert manager.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """Neither a holder nor a directory that was not there before."""
     busy = tmp_path / "run"

@@ -158,6 +158,7 @@ def test_one_identity_file_stands_in_for_the_other(stopped: RunningDaemon, lost:
         assert path.read_bytes() == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["keyring.secret-written", "keyring.nvme-marked"])
 def test_a_kill_between_secret_and_check_values(tmp_path: Path, place: str) -> None:
     """Nothing is lost at a first start. Where a lost secret is given up, it is still refused, and given up again."""
@@ -199,6 +200,7 @@ def test_dram_whose_identities_are_not_known_is_dropped() -> None:
         assert got(daemon) == BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nvme", ["true", "false"])
 def test_dram_of_a_lost_secret_waits_for_it_or_is_dropped(nvme: str) -> None:
     with running_daemon("host.warm_restart=holder", f"nvme.enabled={nvme}") as daemon:

@@ -62,6 +62,7 @@ def running() -> Iterator[RunningDaemon]:
         yield daemon
 
 
+@pytest.mark.slow
 def test_a_second_daemon_on_one_state_directory_learns_who_has_it(running: RunningDaemon, place: Path) -> None:
     second = RunningDaemon(place)
     second.state_dir = running.state_dir

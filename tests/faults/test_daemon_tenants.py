@@ -107,6 +107,7 @@ def blocks(daemon: RunningDaemon) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_a_user_that_is_listed_alone_keeps_what_is_stored(daemon: RunningDaemon) -> None:
     restart(daemon)
     put(daemon, 1)
@@ -190,6 +191,7 @@ def test_two_users_in_one_tenant_follow_only_when_the_operator_says_so(daemon: R
     assert as_user(daemon, OTHER, gets=(1, 2, 3)) == [BLOCKS, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UID != 0, reason="needs root, to be another user")
 def test_a_listed_name_that_becomes_another(daemon: RunningDaemon) -> None:
     restart(daemon, ml={"uids": [UID, OTHER]})
@@ -234,6 +236,7 @@ def test_a_user_in_a_group_that_is_listed_is_said_to_be_out_of_reach(daemon: Run
     assert f"group does not list uid {UID}" in refusal(daemon, MINE, "group")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", [MINE, "alice"])
 def test_where_others_have_a_token_nothing_follows_by_itself(daemon: RunningDaemon, whose: str) -> None:
     restart(daemon)

@@ -72,6 +72,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(name: str, error: str) -> N
         assert eventually(daemon.knows_its_state) and not daemon.status().warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "error"), each_nth([(p, e) for p in ("open", "commit") for e in ERRORS], 5))
 def test_small_state_that_cannot_be_saved_stops_nothing(place: str, error: str) -> None:
     with running_daemon(*SETTINGS) as daemon:
@@ -163,6 +164,7 @@ def empty(disk: Path) -> None:
         path.unlink()
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     "lost",

@@ -48,6 +48,7 @@ def inside(*lines: str) -> Iterator[RunningDaemon]:
             daemon.stop()
 
 
+@pytest.mark.slow
 def test_users_that_the_namespace_does_not_map_are_refused() -> None:
     with inside() as daemon:
         with connected_as(daemon, 0, MODEL) as ours:
@@ -70,6 +71,7 @@ def test_users_that_the_configuration_calls_unmapped_share_a_tenant() -> None:
             assert ours.tenant == "uid-0" and found_blocks(ours, 1, 3) == 0
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_nobody_there_does_not_start(tmp_path: Path) -> None:
     daemon = Unmapped(tmp_path)
     done = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=60)

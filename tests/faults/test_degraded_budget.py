@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.store.endurance.budget import COMMIT_BYTES, DAY_S, medium_bytes
@@ -167,6 +169,7 @@ def test_scarce_budget_is_shared_between_tenants(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_demotion_is_charged_too_and_does_not_wait(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path, BUDGET) as small:

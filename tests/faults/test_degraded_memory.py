@@ -123,6 +123,7 @@ def test_blocks_in_use_are_not_taken_and_the_next_look_tries_again(tmp_path: Pat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_no_memory_for_an_arena_is_a_full_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with small_store(tmp_path) as small:

@@ -221,6 +221,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.slow
 def test_the_worker_ends_with_its_parent(model: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, model], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -134,6 +134,7 @@ def test_a_get_is_whole_or_shorter_when_the_store_loses_or_damages_objects(tmp_p
     run(tmp_path, scenario, LossyStore(lost=0.2, damaged=0.2, seed=seed))
 
 
+@pytest.mark.slow
 def test_blocks_of_another_process_are_found_before_the_deadline(tmp_path: Path) -> None:
     store = LossyStore()
 

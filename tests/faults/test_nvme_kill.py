@@ -103,6 +103,7 @@ def test_a_kill_loses_nothing_durable_that_is_encrypted(
     must_be_sound(directory, durable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AT_OPEN)
 def test_a_kill_in_recovery_loses_nothing_either(tmp_path: Path, name: str) -> None:
     status, durable, _ = run_writer(tmp_path, "nvme.after-records-write=kill@20")
@@ -111,6 +112,7 @@ def test_a_kill_in_recovery_loses_nothing_either(tmp_path: Path, name: str) -> N
     must_be_sound(tmp_path, durable)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_not_killed_ends_clean(tmp_path: Path) -> None:
     status, durable, _ = run_writer(tmp_path, "")
     assert status == 0

@@ -148,6 +148,7 @@ def test_wrong_bytes_are_noticed(log: Path) -> None:
     assert figures.lost > 10 and figures.corrupt_reads > 10 and figures.wrong == 0
 
 
+@pytest.mark.slow
 def test_a_state_that_kills_its_judge_is_a_failure_of_that_state(
     log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

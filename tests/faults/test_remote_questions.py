@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
+import pytest
+
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
 from kvstored.store.degraded.modes import Mode
@@ -105,6 +107,7 @@ def test_a_store_that_hangs_is_owed_few_answers_and_is_shed(tmp_path: Path) -> N
     run(tmp_path, scenario, store)
 
 
+@pytest.mark.slow
 def test_the_local_part_is_promoted_while_a_question_is_open(tmp_path: Path) -> None:
     store = CountingStore()
 

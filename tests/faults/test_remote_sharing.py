@@ -210,6 +210,7 @@ def test_the_byte_rate_holds(tmp_path: Path) -> None:
     run(tmp_path, scenario, store, ALL, bytes_per_s=2 * SLOT_BYTES)
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_holds_few_blocks_and_no_request(tmp_path: Path) -> None:
     store = LossyStore()
 

@@ -156,6 +156,7 @@ def test_a_scheduler_killed_in_the_middle_of_an_answer(shared: RunningServer) ->
     assert _whole(shared, "the mat") == undisturbed
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs(own: RunningServer, tmp_path: Path) -> None:
     undisturbed = _whole(own, "the cat sat")
 

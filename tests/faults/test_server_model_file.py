@@ -243,6 +243,7 @@ def test_a_device_of_torch(path: Path, tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_generator_stores_and_answers_nothing_of_a_changed_file(
     stages: int, path: Path, original: Path, daemon: RunningDaemon, answers: list[str]

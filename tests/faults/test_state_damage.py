@@ -194,6 +194,7 @@ def test_damage_before_a_start_is_set_aside_or_does_no_harm(world: World, harm: 
     shutil.rmtree(world.daemon.state_dir / "state.aside", ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_page_that_ends_the_process_does_so_twice_at_most(world: World) -> None:
     """The daemon reports the page, starts another process, and in the end begins with nothing."""
     world.renew(world.whole)

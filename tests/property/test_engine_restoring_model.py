@@ -153,6 +153,7 @@ def _ttft_s(prompt: list[int], slower: float, restoring: Restoring) -> tuple[flo
     return outcome.finished["asks", 0].usage.ttft_s, engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slower", "least"), [(0.1, 1.0), (0.25, 1.1), (0.5, 1.3), (1.0, 1.7), (2.0, 1.3), (4.0, 1.1), (10.0, 0.97)]
 )

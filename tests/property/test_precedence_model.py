@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstored.clock import ManualClock
@@ -34,6 +34,8 @@ SHARES = st.lists(
 
 @pytest.mark.parametrize("name", ["lru", "lfu-ttl", "s3-fifo", "chain-hazard"])
 @given(chains=CHAINS, shares=SHARES)
+@example(chains=[(0, 1, 3, False), (1, 1, -2, False)], shares=[Share(max_bytes=0), Share(), Share()])
+@example(chains=[(0, 1, 0, False), (1, 1, -2, False)], shares=[Share(max_bytes=0), Share(), Share()])
 def test_victims_leave_in_the_order_of_precedence(
     name: str, chains: list[tuple[int, int, int, bool]], shares: list[Share]
 ) -> None:
@@ -80,6 +82,9 @@ def test_victims_leave_in_the_order_of_precedence(
 
             assert claim(mine) == max(map(claim, others)), "the one that holds most for its weight"
             others = {mine}
+        elif over := {tenant for tenant in others if is_over(tenant)}:
+            assert mine in over, "a tenant over its maximum loses blocks first"
+            others = over if len(over) == 1 else {mine}
         priority = residency.priority(row)
         lower = [at for at in candidates if residency.tenant_of(at) in others and residency.priority(at) < priority]
         assert not [at for at in lower if residency.priority(at) < 0 or priority > 0], "a lower priority first"

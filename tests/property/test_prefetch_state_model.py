@@ -63,6 +63,7 @@ def state_of(predictor: Predictor) -> dict[str, Array]:
     return {name: np.concatenate(each) for name, each in pieces.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [OnHint, SessionReturn, Markov, Ensemble])
 @given(events=st.lists(event, min_size=1, max_size=40))
 @settings(max_examples=10, deadline=None)

@@ -154,6 +154,7 @@ class Model:
             assert outcome.ok and np.array_equal(copy, payload), outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("position", "chosen"), TIERS)
 @settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(st.one_of(puts, puts, chains, others), min_size=5, max_size=30))
@@ -181,6 +182,7 @@ def test_one_block_costs_at_most_a_container(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("position", "chosen"), TIERS)
 def test_one_block_of_a_new_size_leaves_a_full_tier_nearly_full(
     tmp_path: Path, position: int, chosen: tuple[str, ...]

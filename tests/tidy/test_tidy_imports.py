@@ -104,6 +104,7 @@ def _is_there(module: str, name: str) -> bool:
     return not name or is_submodule or re.search(rf"\b{name}\b", file.read_text()) is not None
 
 
+@pytest.mark.slow
 def test_programs_in_strings_import_names_that_are_there() -> None:
     """No linter reads the programs that tests give to other interpreters, and a rename must not forget them."""
     lost = [

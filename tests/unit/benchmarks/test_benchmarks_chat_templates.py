@@ -32,6 +32,7 @@ def test_each_prompt_has_its_kind(tmp_path: Path) -> None:
     assert ended.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_folder_without_templates_is_a_mistake(tmp_path: Path) -> None:
     ended = _run(tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")

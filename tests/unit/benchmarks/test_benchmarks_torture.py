@@ -37,6 +37,7 @@ def corrupt(tmp_path: Path, **assignment: Any) -> Any:
 # Corruption
 
 
+@pytest.mark.slow
 def test_a_sound_tier_serves_nothing_wrong(tmp_path: Path) -> None:
     found = corrupt(tmp_path).as_json()
     assert found["corruptions"] >= 400 and "failures" not in found

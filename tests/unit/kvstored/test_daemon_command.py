@@ -29,6 +29,7 @@ def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
     assert done.stderr == "kvstored: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_failpoint_that_no_module_declares_is_refused_by_name(tmp_path: Path) -> None:
     """Modules declare theirs as they are imported: failpoints of files and of a restart are known like others."""
     armed = "file.seal=delay:0;warm.arena-taken-over=delay:0;keyring.nvme-marked=delay:0;no.such=kill"

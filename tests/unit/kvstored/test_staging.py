@@ -57,6 +57,7 @@ def _serves_it(small: SmallStore, number: int) -> bool:
     return np.array_equal(held, block_with_pattern(number, PAYLOAD_BYTES)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "coded",
     [

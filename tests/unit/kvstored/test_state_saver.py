@@ -285,6 +285,7 @@ def test_deletions_before_saved_state_is_read_take_bounded_memory(tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_memory_of_a_large_transaction_is_given_back(tmp_path: Path) -> None:
     blocks = 1 << 18
 

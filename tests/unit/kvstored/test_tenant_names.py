@@ -63,6 +63,7 @@ def test_a_fingerprint_under_another_digest_is_left_out(tmp_path: Path) -> None:
     assert after.fingerprints() == {}
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
     tenants = opened(tmp_path)
     for number in range(100):

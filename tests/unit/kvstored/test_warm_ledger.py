@@ -127,6 +127,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS)
 def test_it_says_what_a_plain_model_says(tmp_path_factory: pytest.TempPathFactory, operations: list[tuple]) -> None:  # type: ignore[type-arg]

@@ -102,6 +102,7 @@ def test_mistakes_of_evaluate(recording: Path, capsys: Any, words: list[str], sa
     assert said in found and found.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before",
     [["predictor"], ["--json", "predictor"], ["--socket-dir", "/tmp/kv", "--timeout=3", "predictor", "--json"]],

@@ -50,6 +50,7 @@ def test_each_request_is_served_once_and_found_where_it_was_stored() -> None:
     assert found[RANDOM]["hits_by_tier"]["remote"] > found[STICKY]["hits_by_tier"]["remote"]
 
 
+@pytest.mark.slow
 def test_a_shared_store_brings_hits_to_random_routing() -> None:
     trace = made()
     alone, shared = rows(trace, None, (RANDOM,))[RANDOM], rows(trace, FAST, (RANDOM,))[RANDOM]

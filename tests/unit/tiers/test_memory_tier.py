@@ -66,6 +66,7 @@ def test_what_leaves_dram_goes_to_slower_memory_and_comes_back(tmp_path: Path) -
     run(tmp_path, drive)
 
 
+@pytest.mark.slow
 def test_what_leaves_slower_memory_goes_to_nvme(tmp_path: Path) -> None:
     async def drive(small: SmallStore) -> None:
         await fill_host(small, 1, 3 * IN_HOST)

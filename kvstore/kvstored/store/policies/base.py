@@ -148,17 +148,21 @@ class EvictionPolicy(ABC):
         charged = share.charged_with or (tenant,)
         return sum(self.residency.tenant_bytes(each, self.tier) for each in charged) > share.max_bytes
 
-    def by_weight(self) -> list[int]:
-        """Return the tenants in the order in which they give up blocks: those over their maximum, then by the bytes
-        above their minimum for each unit of weight, the most first. Empty while no tenant has a weight."""
-        if not any(share.weight for share in self.shares.values()):
-            return []
+    def first_to_lose(self) -> list[int]:
+        """Return the tenants that give up blocks before others, in their order: those over their maximum, then by the
+        bytes above their minimum for each unit of weight, the most first. While no tenant has a weight, only tenants
+        over their maximum are returned."""
+        weighs = any(share.weight for share in self.shares.values())
 
         def claim(tenant: int) -> tuple[bool, float]:
             share, held_bytes = self.shares.get(tenant, NO_SHARE), self.residency.tenant_bytes(tenant, self.tier)
             return self.is_over_maximum(tenant, share), (held_bytes - share.min_bytes) / (share.weight or 1)
 
-        return sorted(range(len(self.residency.tenants)), key=claim, reverse=True)
+        tenants = range(len(self.residency.tenants)) if weighs else self.shares
+        claims = {tenant: claim(tenant) for tenant in tenants}
+        return sorted(
+            (tenant for tenant in tenants if weighs or claims[tenant][0]), key=claims.__getitem__, reverse=True
+        )
 
     # Events
 

@@ -1,6 +1,7 @@
 """Victims: the blocks that are evicted from a tier next, in this order: orphans, blocks of a priority below 0, blocks
-that the policy names, blocks of a priority above 0. Where tenants have weights, the tenant that holds the most for its
-weight is found first, and the order is among its blocks: no priority takes from another tenant's share.
+that the policy names, blocks of a priority above 0. A tenant over its maximum is found first and, where tenants have
+weights, then the one that holds the most for its weight; the order is among its blocks: no priority takes from another
+tenant's share.
 
 Owns the order between these, a tenant's confinement to its own blocks, and what is passed over on the way. Never evicts
 a block.
@@ -115,7 +116,7 @@ class Victims:
         row = self._orphans.next(self.policy, exclude, tenant)
         if row >= 0:
             return row
-        for each in self.policy.by_weight() if tenant is None else ():
+        for each in self.policy.first_to_lose() if tenant is None else ():
             row = self._of_tenants(exclude, each)
             if row >= 0 and self.policy.spares_minimum(row):
                 return row
