@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import vllm_engine
 from support.report import AT_LEAST, AT_MOST, Row, median, parser_of, printed, progress, within
 from support.traces import Agents, agents_of
-from support.vllm_engine import EngineDied, EngineProcess
+from support.vllm_engine import FOR_SMALL_MODELS, EngineDied, EngineProcess
 
 from rivals.environments import CannotSetUp, with_tmpfs
 from rivals.vllm_stores import DRAM_BYTES, MIB, FileTier, Opened, Ours, Store, flip, settled
@@ -143,7 +143,7 @@ class Comparison:
                 "one_process": True,
                 **(self.tier_options if isinstance(store, FileTier) else {}),
             }  # fmt: skip
-            with EngineProcess(self.folder / LOG, python=str(vllm_engine.PYTHON), **given) as engine:
+            with EngineProcess(self.folder / LOG, **given) as engine:
                 yield engine, opened
 
 
@@ -230,13 +230,16 @@ def main() -> int:
 
 
 def _beneath_small_disks(models: Sequence[str]) -> int:
-    """Run this program again where the small disks are mounted, one for each model."""
+    """Run this program again where the small disks are mounted, one for each model, by vLLM's Python: so engines are
+    forked from one process that has imported it."""
     with tempfile.TemporaryDirectory(prefix="kvfs-small-") as name:
-        command: Sequence[str | Path] = [sys.executable, *sys.argv]
+        command: Sequence[str | Path] = [vllm_engine.PYTHON, *sys.argv]
         for model in models:
             (Path(name) / model).mkdir()
             command = with_tmpfs(command, Path(name) / model, _small_bytes(model))
-        return subprocess.run(command, env={**os.environ, SMALL_DISKS: name}, check=False).returncode
+        return subprocess.run(
+            command, env={**FOR_SMALL_MODELS, **os.environ, SMALL_DISKS: name}, check=False
+        ).returncode
 
 
 def _small_bytes(model: str) -> int:

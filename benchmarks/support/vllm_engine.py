@@ -16,9 +16,14 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from tests.vllm.engine_process import Answer, EngineDied, EngineProcess  # noqa: E402  # needs the line above
+from tests.vllm.engine_process import (  # noqa: E402  # needs the line above
+    FOR_SMALL_MODELS,
+    Answer,
+    EngineDied,
+    EngineProcess,
+)
 
-__all__ = ["PYTHON", "Answer", "EngineDied", "EngineProcess", "model", "started"]
+__all__ = ["FOR_SMALL_MODELS", "PYTHON", "Answer", "EngineDied", "EngineProcess", "model", "started"]
 
 
 def _python() -> Path:

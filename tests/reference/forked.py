@@ -29,6 +29,7 @@ PROGRAMS = {
     "kvstore_client.testing.child": ("kvstore_client.entry",),
     "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),
     "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
+    "tests.vllm.engine_child": ("vllm.entrypoints.llm", "kvstore_connectors.vllm"),
 }
 """What can be forked, and what of it is imported before: also what each start would import later."""
 _PR_SET_CHILD_SUBREAPER = 36

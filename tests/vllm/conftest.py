@@ -7,6 +7,7 @@ it). Elsewhere they are skipped by name. An engine takes half a minute to start,
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with
-from tests.vllm.engine_process import EngineProcess
+from tests.vllm.engine_process import FOR_SMALL_MODELS, EngineProcess
 from tests.vllm.smollm2 import exported
 
 ROOM = (
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.timeout(1500))
         if importlib.util.find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed here: make test-vllm runs these"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_engines() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FOR_SMALL_MODELS.items():
+            patch.setenv(name, os.environ.get(name, value))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, driven over its standard input: one JSON line in, one out.
 
-Started by `engine_process` and by benchmarks/vllm_ttft.py, with the Python of the vLLM environment. The first line
+Started by `engine_process`, with the Python of the vLLM environment, in a session of its own. The first line
 describes the engine (`one_process`: scheduler and worker are in this process too); each later one is a request
 `{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has the token ids, what was cached, how it ended, and
 the wall time of the call. A request's `images` are files, one a prompt; `encoded` and `restored` of an answer count
@@ -18,6 +18,7 @@ from typing import Any
 
 
 def main() -> None:
+    os.setsid()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(sys.stdin.readline())
@@ -31,6 +32,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    if spec.pop("cuts_latent", False):
+        _cut_latent_attention()
     transfer = spec.pop("transfer", None)
     if transfer is not None:
         spec["kv_transfer_config"] = KVTransferConfig(
@@ -106,6 +109,23 @@ def _image(file: str) -> Any:
 
     with Image.open(file) as image:
         return image.convert("RGB")
+
+
+def _cut_latent_attention() -> None:
+    """Let vLLM cut prompts, and have a prefix cache, with latent attention on CPUs without AMX too: it turns both off,
+    though its kernels go on behind cached tokens.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    refused = CpuPlatform.check_and_update_config.__func__
+
+    def kept(kind: Any, config: Any) -> None:
+        step_tokens = config.scheduler_config.max_num_batched_tokens
+        refused(kind, config)
+        config.scheduler_config.max_num_batched_tokens = step_tokens
+        config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(kept)
 
 
 def _logprobs(completion: Any) -> list[float]:

@@ -17,8 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHILD = Path(__file__).with_name("engine_child.py")
+from tests.reference.forked import popen
+
+CHILD = "tests.vllm.engine_child"
+REPOSITORY = Path(__file__).parents[2]
 END_TIMEOUT_S = 40.0
+FOR_SMALL_MODELS = {
+    "OMP_NUM_THREADS": "1",  # two that wait for each other at each operator take ten times the processor time
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else there is a thread for each processor all the same
+    "TORCH_COMPILE_DISABLE": "1",  # else each process compiles the rank of a token among the log probabilities
+}
+"""The environment in which vLLM starts and computes small models on CPUs soon."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +50,26 @@ class EngineDied(AssertionError):
 
 
 class EngineProcess:
-    """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones;
-    `encoder_transfer`: arguments of ECTransferConfig; `one_process`: scheduler and worker run in the child itself,
-    which starts in a third of the processor time; and `pool_gib`: of engines on CPUs, 2 by default; with None
-    `kv_cache_memory_bytes` counts.
+    """`python`: the interpreter; without one this process's own, forked once vLLM is imported. `spec`: arguments of
+    `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones; `encoder_transfer`: arguments
+    of ECTransferConfig; `one_process`: scheduler and worker run in the child itself, which starts in a third of the
+    processor time; and `pool_gib`: of engines on CPUs, 2 by default; with None `kv_cache_memory_bytes` counts.
     """
 
-    def __init__(self, log: Path, *, python: str = sys.executable, **spec: Any) -> None:
+    def __init__(self, log: Path, *, python: str | None = None, **spec: Any) -> None:
         self.log = log
-        with open(log, "ab") as handle:
-            self._process = subprocess.Popen(
-                [python, str(CHILD)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=handle,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        (reads, orders), (answers, writes) = os.pipe(), os.pipe()
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answers)
+        start: Any = popen if python is None else subprocess.Popen
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # of connectors that tests bring
+        with open(log, "ab") as said, os.fdopen(reads) as stdin, os.fdopen(writes, "w") as stdout:
+            self._process = start(
+                [python or sys.executable, "-m", CHILD],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=said,
+                cwd=REPOSITORY,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         self._exchange(spec)
 
@@ -73,15 +85,16 @@ class EngineProcess:
         return bool(self._exchange({"reset_connector": connector})["reset"])
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
+        if self._answers.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._orders.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the child's own session: no other process is in it
         self._process.wait()
+        self._answers.close()
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -90,11 +103,10 @@ class EngineProcess:
         self.close()
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
+            self._orders.write(json.dumps(message) + "\n")
+            self._orders.flush()
+        line = self._answers.readline()
         if not line:
             raise EngineDied(f"the engine ended by itself:\n{self.log.read_text(errors='replace')[-6000:]}")
         answer: dict[str, Any] = json.loads(line)

@@ -193,6 +193,7 @@ def test_another_dtype_never_hits(daemon: RunningDaemon, start_engine: StartEngi
     eight), and prefill takes steps of 96 tokens.
     """
     small = {"max_model_len": 512, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 96, "max_num_seqs": 4}
+    small["one_process"] = True
     prompts = [prompt_of(f"preempted-{number}", 200) for number in range(4)]
     with start_engine("float32", **small) as engine:
         assert engine.ask([known["plain"].prompt[:500]], 1).cached == [0]

@@ -43,9 +43,9 @@ def transfer(daemon: RunningDaemon, connector: str = "KVStoreOffloadingConnector
     }
 
 
-def start(tmp_path: Any, transfer: dict[str, Any], dtype: str = "bfloat16") -> EngineProcess:
+def start(tmp_path: Any, transfer: dict[str, Any], dtype: str = "bfloat16", **spec: Any) -> EngineProcess:
     model = str(exported(dtype))
-    return EngineProcess(tmp_path / "engine.log", model=model, dtype=dtype, transfer=transfer, **SMALL)
+    return EngineProcess(tmp_path / "engine.log", model=model, dtype=dtype, transfer=transfer, **SMALL, **spec)
 
 
 def test_a_restarted_engine_loads_through_vllms_cpu_tier_and_answers_the_same(
@@ -68,11 +68,11 @@ def test_a_restarted_engine_loads_through_vllms_cpu_tier_and_answers_the_same(
         lost = engine.ask([prompt_of("tiered-lost")], NEW_TOKENS)
         assert (lost.cached, lost.finish) == ([0], ["length"])
         daemon.restart()
-    with start(tmp_path, transfer(daemon), "float32") as engine:
+    with start(tmp_path, transfer(daemon), "float32", one_process=True) as engine:
         assert engine.ask([PROMPTS[0]], 1).cached == [0], "another dtype is another namespace"
 
 
 def test_an_engine_whose_weights_are_not_named_does_not_start(daemon: RunningDaemon, tmp_path: Any) -> None:
     plain = transfer(daemon, "OffloadingConnector") | {"kv_connector_module_path": None}
     with pytest.raises(EngineDied, match="KVStoreTier does not know the model's weights"):
-        start(tmp_path, plain)
+        start(tmp_path, plain, one_process=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.reference.benchmark_scripts import importable
+from tests.vllm.engine_process import EngineProcess
 from tests.vllm.test_vllm_connector import BLOCK_TOKENS
 
 
@@ -19,13 +20,16 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["plugin", "connector"])
-def test_prompts_are_restored_answers_are_equal_and_depend_on_what_was_restored(name: str) -> None:
+def test_prompts_are_restored_answers_are_equal_and_depend_on_what_was_restored(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns, answers, gpu_vllm = (
         importlib.import_module(f"support.{each}") for each in ("vllm_turns", "gpu_answers", "gpu_vllm")
     )
+    monkeypatch.setattr(turns, "EngineProcess", lambda log, python, **spec: EngineProcess(log, **spec))  # forked
     here = {"spec_name": "HostTieringSpec", "spec_module_path": "host_spec"}  # beside engine_child.py
     way = turns.plugin(32 << 20, **here) if name == "plugin" else turns.connector()
-    found = turns.compared(way, answers.SMALL)
+    found = turns.compared(way, answers.SMALL, one_process=True)
     assert (found.wrong, found.unsure) == ("", "")
     prompts = answers.SMALL.prompts_tokens
     assert found.restored_tokens == 2 * sum(prompts) and not any(tokens % BLOCK_TOKENS for tokens in prompts)
