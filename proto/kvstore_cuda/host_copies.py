@@ -1,5 +1,6 @@
 """Copies of payloads in host memory by compiled code: one pass over the bytes for a copy and its hash, and stores past
-the caches where a payload is large. Such a copy moves two bytes for each, an ordinary one three, and a hash a fourth.
+the caches where a payload is large. A copy past the caches moves two bytes for each byte,
+an ordinary one three, and a hash after it a fourth.
 
 The module gives the functions of `host_copies.cpp`. Where there is no compiler or another processor, and until the code
 is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.

@@ -25,13 +25,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.codec_rates import CodecRates
-from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
+from kvstore_tiers.image import FileImage, Slot, image_header, require_fits, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
 
@@ -184,17 +186,6 @@ class TierStatistics:
     message: str = ""
 
 
-def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
-    """Raise RuntimeError unless `segments` together have as many bytes as `header` says are stored, and these fit
-    `slot` behind a header page of 4096 bytes.
-    """
-    given_bytes = sum(segment.nbytes for segment in segments)
-    if given_bytes != header.stored_bytes:
-        raise RuntimeError(f"the header says {header.stored_bytes} stored bytes, the segments hold {given_bytes}")
-    if HEADER_BYTES + given_bytes > slot.nbytes:
-        raise RuntimeError(f"{given_bytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
-
-
 class Tier(ABC):
     """A place that stores blocks in slots: DRAM, device memory, files or a remote store. The text of its module lists
     the duties of callers and of implementations.
@@ -209,13 +200,8 @@ class Tier(ABC):
         Raises ValueError for another size."""
 
     def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
-        """Return up to `most` free slots, as `allocate` would return them one by one; fewer where there is no more
-        room.
-        """
-        found: list[Slot] = []
-        while len(found) < most and (slot := self.allocate(nbytes, owner)) is not None:
-            found.append(slot)
-        return found
+        """Return up to `most` free slots of `nbytes` bytes, as `allocate` would return them one by one."""
+        return list(islice(iter(partial(self.allocate, nbytes, owner), None), most))
 
     @abstractmethod
     def free(self, slot: Slot) -> None:

@@ -138,15 +138,13 @@ class HostTier(ContainerTier):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
-        found = self.allocate_run(1, nbytes, owner)
-        return found[0] if found else None
+        return next(iter(self.allocate_run(1, nbytes, owner)), None)
 
     def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
         require_slot_size(nbytes)
         found: list[Slot] = []
         while len(found) < most and not self._closed:
-            arena = self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))
-            if arena is None:
+            if (arena := self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))) is None:
                 break
             found += arena.allocate_run(most - len(found))
             self._arenas.taken_from(arena)

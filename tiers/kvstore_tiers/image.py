@@ -7,6 +7,7 @@ whole payload in place before that header was written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,17 @@ class FileImage:
     @property
     def nbytes(self) -> int:
         return HEADER_BYTES + aligned_up(self.payload_bytes)
+
+
+def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
+    """Raise RuntimeError unless `segments` together have as many bytes as `header` says are stored, and these fit
+    `slot` behind a header page of 4096 bytes.
+    """
+    given_bytes = sum(segment.nbytes for segment in segments)
+    if given_bytes != header.stored_bytes:
+        raise RuntimeError(f"the header says {header.stored_bytes} stored bytes, the segments hold {given_bytes}")
+    if HEADER_BYTES + given_bytes > slot.nbytes:
+        raise RuntimeError(f"{given_bytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
 
 
 FIXED_BYTES = 256  # the part of a header page before the token ids

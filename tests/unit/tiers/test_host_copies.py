@@ -91,7 +91,7 @@ def _payload(tier: HostTier, slot: Slot, payload_bytes: int) -> Bytes:
 
 
 def test_the_hash_is_of_what_was_stored() -> None:
-    """The source's last byte changes between two hashes of it: each is that of its own copy."""
+    """The source's last byte changes between two copies of it; each hash belongs to its own copy."""
     source, target = np.zeros(PAST_CACHES_BYTES + 64, np.uint8), np.ones(PAST_CACHES_BYTES + 64, np.uint8)
     for value in range(3):
         source[-1] = value

@@ -173,8 +173,7 @@ class Residency(ResidencyView):
         self.insert = arrival.insert
         self.store_run = arrival.store_run
         self.attach = arrival.attach
-        self.publish = arrival.publish
-        self.publish_run = arrival.publish_run
+        self.publish, self.publish_run = arrival.publish, arrival.publish_run
         self.move = arrival.move
         self.note_stored = arrival.note_stored
         self.notify_adopted = arrival.notify_adopted
