@@ -11,6 +11,7 @@ left behind a cut in one step, as the first did.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def test_a_shared_prefix_that_ends_anywhere_is_restored_and_answers_are_equal(
     ]
     expected = {}
     with start(name, cuts_latent=True) as engine:
-        assert all(asked(engine, prompt).cached == [0] for prompt in stored)
+        for prompt in stored:
+            assert asked(engine, prompt).cached == [0]
+            assert eventually(partial(is_whole, engine, prompt, LONG // size * size), 120.0), "it is not stored whole"
         for number in sorted(range(SPLITS), key=lambda number: (number // OF_ONE, cuts[number])):
             prompt, cut, salt = prompts[number], cuts[number], f"salt {number // OF_ONE}"
             asked(engine, prompt[: cut + 1], salt, 1)  # behind what was asked of this prefix already
@@ -87,6 +90,11 @@ def test_a_shared_prefix_that_ends_anywhere_is_restored_and_answers_are_equal(
             assert engine.reset()
         if name == "gpt_oss":
             damaged_window(daemon, engine, stored[0])
+
+
+def is_whole(engine: EngineProcess, prompt: list[int], tokens: int) -> bool:
+    """Return whether all blocks come back. What an engine could not store in time it stores when it is asked again."""
+    return engine.reset() and asked(engine, prompt, tokens=1).cached == [tokens]
 
 
 def damaged_window(daemon: RunningDaemon, engine: EngineProcess, long: list[int]) -> None:
