@@ -133,6 +133,8 @@ class ArenaMemory:
             if is_new:
                 os.close(self.fd)
             raise
+        if donor is not None:
+            donor._give_up_donor()  # else arenas that are never used whole would pile up, each with its descriptor
 
     def readonly_fd(self) -> int:
         """Return a new O_RDONLY descriptor of this arena for a client; the caller closes it."""
@@ -157,10 +159,7 @@ class ArenaMemory:
         """Give the memory back to the system and close the descriptor. A client that still maps it then reads zeros. If
         other processes borrow the memory, this happens when the last one returns it. A second call does nothing.
         """
-        with self._inheriting:
-            if self._donor is not None:
-                self._donor.release()
-                self._donor = None
+        self._give_up_donor()
         if not self.loan.defers(self._give_back):
             self._give_back()
 
@@ -177,10 +176,7 @@ class ArenaMemory:
         """Close this process's descriptor, and leave the memory to the other processes that have it open. A second call
         does nothing.
         """
-        with self._inheriting:
-            donor, self._donor = self._donor, None
-        if donor is not None:  # a later process does not know that they share one arena's worth of capacity
-            donor.release()
+        self._give_up_donor()  # a later process does not know that they share one arena's worth of capacity
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -197,6 +193,13 @@ class ArenaMemory:
     def held_bytes(self) -> int:
         """The number of bytes of RAM that this memory takes now, as the kernel counts them."""
         return os.fstat(self.fd).st_blocks * 512
+
+    def _give_up_donor(self) -> None:
+        """Release the donor, whose memory is not taken step by step any more."""
+        with self._inheriting:
+            donor, self._donor = self._donor, None
+        if donor is not None:
+            donor.release()
 
     def _inherit(self, upto_bytes: int) -> None:
         """Take the donor's memory up to an offset: punching 64 MiB at once would stall the caller for 20 ms."""
@@ -224,7 +227,6 @@ class ArenaMemory:
 
     def _take_from(self, donor: Self, upto_bytes: int) -> None:
         if upto_bytes > donor.inherited_bytes:
-            donor._inherit(upto_bytes)  # what it had not yet taken of its own donor
             donor.punch(donor.inherited_bytes, upto_bytes - donor.inherited_bytes)
             donor.inherited_bytes = upto_bytes
         if donor.held_bytes > donor.nbytes - donor.inherited_bytes:  # a client read there since, which makes pages

@@ -113,7 +113,8 @@ class InvariantChecker:
 
     def _state(self) -> object:
         """Return a value that differs whenever something moved. Readers, such as the scrubber, move nothing."""
-        return self._store.residency.changes
+        residency = self._store.residency
+        return residency.changes, len(residency.tenants)
 
     def _check_held(self, faults: list[str]) -> Iterator[None]:
         """Ask the NVMe tier whether it agrees that each copy's slot is taken, in that generation; add faults to

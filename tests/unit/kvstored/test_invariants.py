@@ -123,6 +123,25 @@ def test_what_moves_during_a_walk_makes_it_count_for_nothing(scene: Scene, monke
     assert scene.walked() and scene.walk.report.rows == len(scene.rows) - 1
 
 
+def test_a_tenant_that_comes_during_a_walk_makes_it_count_for_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstored.health.integrity.SLICE_NS", 0)  # a pause after every step
+
+    async def disturbed() -> bool:
+        walking = asyncio.create_task(scene.walk.walk())
+        number = 0
+        while not walking.done():
+            number += 1
+            scene.residency.tenant(f"tenant {number}")
+            await asyncio.sleep(0)
+        return await walking
+
+    assert asyncio.run(disturbed()) is False
+    monkeypatch.undo()
+    assert scene.walked() and not scene.walk.report.broken
+
+
 def test_the_scrubber_reading_on_does_not_keep_a_walk_from_its_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
