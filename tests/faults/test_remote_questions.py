@@ -98,7 +98,7 @@ def test_a_lookup_that_waits_counts_what_it_does_not_ask_once(tmp_path: Path) ->
 
     async def scenario(driven: DrivenStore) -> None:
         nobody: Any = None
-        verbs = Verbs(driven.small.store, driven.operations, RecentMisses(4, driven.small.clock), nobody, nobody)
+        verbs = Verbs(driven.small.store, driven.operations, RecentMisses(4, driven.small.clock), *[nobody] * 3)
         short, long = keys_of(1, 1), keys_of(2, 512)  # of the short one computing takes less than asking
         driven.operations.discovery.value = RemoteValue(saved_us_per_token=1.0)
         sets = [pb.KeySet(keys=b"".join(each)) for each in (short, long)]

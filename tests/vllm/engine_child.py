@@ -58,11 +58,7 @@ def main() -> None:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, **request.get("sampling", {})
         )
-        prompts: list[Any] = [
-            {"prompt_token_ids": prompt, **request.get("prompt_fields", {})} for prompt in request["prompts"]
-        ]
-        for prompt, file in zip(prompts, request.get("images", ()), strict=False):
-            prompt["multi_modal_data"] = {"image": _image(file)}
+        prompts = _prompts(request)
         started = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         wall_s = time.perf_counter() - started
@@ -102,6 +98,14 @@ def _encoder_transfer(settings: dict[str, Any], images: dict[str, int]) -> Any:
     sys.modules[__name__].Counting = Counting  # type: ignore[attr-defined]
     usual = {"ec_connector": "Counting", "ec_connector_module_path": __name__, "ec_role": "ec_both"}
     return ECTransferConfig(**{**usual, **settings})
+
+
+def _prompts(request: dict[str, Any]) -> list[Any]:
+    fields = request.get("prompt_fields", {})
+    prompts: list[Any] = [{"prompt_token_ids": prompt, **fields} for prompt in request["prompts"]]
+    for prompt, file in zip(prompts, request.get("images", ()), strict=False):
+        prompt["multi_modal_data"] = {"image": _image(file)}
+    return prompts
 
 
 def _image(file: str) -> Any:

@@ -128,7 +128,7 @@ class Retention:
         residency, later, expires_s = self._residency, self.later, self.expiry(terms.ttl_s or 0)
         mask, only = residency.rows.mask, ONLY[residency.mapped]
         may_differ = expires_s or "expires_s" in self._columns
-        have_terms = terms.pin or later.is_pending or not _OF_TERMS.isdisjoint(self._columns)
+        have_terms = terms != NO_TERMS or later.is_pending or not _OF_TERMS.isdisjoint(self._columns)
         for row in rows if later.is_followed and have_terms else ():
             is_in_another = mask[row] != only and residency.terms_of(row) != (0, 0, 0)
             if is_in_another or (may_differ and residency.expires_s(row) != expires_s):  # the header has other terms

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, SEALED, BlockHeader, read_header
 from kvstore_tiers import failpoints
@@ -34,7 +34,6 @@ from kvstore_tiers.nvme.commit import Journal
 from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.layout import key_number
-from kvstore_tiers.nvme.seals import DataKey
 from kvstore_tiers.nvme.slab import Slab, SlotState
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -48,6 +47,9 @@ from kvstore_tiers.segments import (
     total_bytes,
 )
 from kvstore_tiers.threads import UnderWay
+
+if TYPE_CHECKING:
+    from kvstore_tiers.nvme.seals import DataKey
 
 
 class _Pages(threading.local):
