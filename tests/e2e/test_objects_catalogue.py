@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,8 @@ def test_a_mapping_outlives_removal_pressure_and_the_store(daemon: RunningDaemon
             put(opened, "pressure", content(seed, 8 * PART), durability="none")
         opened.remove("pressure")
     assert view.tobytes() == data[100:]
-    keeper = next(thread for thread in threading.enumerate() if thread.name == "kvstore-objects")
+    keeper = opened._keeper
+    assert keeper is not None
     del view
     gc.collect()
     keeper.join(20)
