@@ -258,7 +258,7 @@ def test_a_donor_goes_when_the_process_leaves(keeping: Keeping) -> None:
 
 
 def test_arenas_that_are_used_in_part_and_change_hands_do_not_pile_up(keeping: Keeping) -> None:
-    """Of what an arena took over, only the last is kept until its memory is taken: tenants may come and go for ever."""
+    """An arena keeps only the last of the arenas that it took over, until its memory is taken: tenants come and go."""
     tier = HostTier(MIB, arena_bytes=MIB, witness=keeping)
     for owner in range(20):
         slot = tier.allocate(SLOT, owner.to_bytes(16, "big").hex())
