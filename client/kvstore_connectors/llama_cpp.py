@@ -67,7 +67,7 @@ _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
     """A cache for one `llama_cpp.Llama` that stores its state in the daemon, for `llm.set_cache`. `socket` and
-    `pool` are parameters of `kvstore_client.connect`.
+    `options`, such as `pool` and `required`, go to `kvstore_client.connect`.
 
     `weights_digest` saves a pass over the model's file if a digest is known; it must differ for different weights, and
     the caller then answers for the file. `deadline_s` bounds the time of asking the daemon for a prompt. A prefix that
@@ -85,9 +85,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         block_tokens: int = BLOCK_TOKENS,
         deadline_s: float = DEADLINE_S,
         always_load: bool = False,
-        required: bool = False,
         self_test: bool = True,
-        pool: str = "",
+        **options: Any,
     ) -> None:
         super().__init__()
         if llm._logits_all:
@@ -115,8 +114,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             client_name="llama-cpp-python",
             connect_timeout_s=CONNECT_TIMEOUT_S,
             deadline_s=deadline_s,
-            required=required,
-            pool=pool,
+            **options,
         )
         self._deadline_s = deadline_s
         self._choice = None if always_load else LoadChoice.load(costs_file(self.fingerprint.digest()))

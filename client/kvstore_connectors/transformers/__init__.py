@@ -5,8 +5,8 @@
 
 This file holds the names that users import. The parts are `cache` (the object that generate gets), `calls` (hooks on
 the model's calls), `layers` (the memory of K and V), `copies` (blocks to and from that memory, on the host and on a
-device), `restore`, `storer`, `fingerprint`, `self_test`, `sessions`, `stored_weights` (models in objects of the
-store), and `images` (features of images). This package alone imports torch and transformers (5.14).
+device), `restore`, `storer`, `fingerprint`, `self_test` and `sessions`; beside them are `stored_weights` (models in
+objects of the store) and `images` (features of images). This package alone imports torch and transformers (5.14).
 """
 
 from __future__ import annotations

@@ -161,8 +161,7 @@ class Residency(ResidencyView):
         super().__init__(tiers, durable, in_memory, mapped, exported)
         listeners = Listeners(self)
         self.listen, self.listen_beside, self.observe = listeners.listen, listeners.listen_beside, listeners.observe
-        self.note_with = listeners.note_with
-        self.forget_with = listeners.forget_with
+        self.note_with, self.forget_with = listeners.note_with, listeners.forget_with
         self.use_with = listeners.use_with
         tree = ChainTree(self, listeners)
         self.forget_empty = tree.forget_empty
