@@ -82,7 +82,7 @@ class Bench:
         command = [str(python), loads, loader, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{loader} failed:\n{done.stderr[-2000:]}")
+            raise CannotSetUp(f"{loader} failed:\n{done.stderr[-2000:]}")
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
 

@@ -33,7 +33,7 @@ def private_bytes() -> int:
 def by_runai(path: str) -> tuple[Tensors, object]:
     from runai_model_streamer import SafetensorsStreamer
 
-    streamer = SafetensorsStreamer()
+    streamer = SafetensorsStreamer().__enter__()  # outside a context it refuses requests; the tensors are in its memory
     streamer.stream_files([path])
     return dict(streamer.get_tensors()), streamer
 
