@@ -19,8 +19,8 @@ from kvstore_tiers.nvme.inspect import Inspector
 from kvstore_tiers.nvme.layout import key_number
 from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.handshake import HandshakeServer
+from kvstored.clients.objects import OBJECTS, of_tenant
 from kvstored.clients.tenants import TenantDirectory
-from kvstored.state.orders import OBJECTS
 from kvstored.state.saver import StateSaver
 from kvstored.store.assembly import Store
 
@@ -60,12 +60,13 @@ class DropTenant:
                     reply.quarantined += 1
             await self._empty(number, reply)
             try:
-                await self._saver.orders.forget(OBJECTS, f"{digest.hex()}\0".encode())
+                await self._saver.orders.forget(OBJECTS, of_tenant(digest.hex()))
                 await self._saver.rewrite()
-            except OSError as error:
+            except (OSError, KVStoreError) as error:
+                place = error.filename if isinstance(error, OSError) else "small state"
                 raise KVStoreError(
                     ErrorKind.INTERNAL,
-                    f"the blocks are dropped, but {error.filename} cannot be written, which still says what they were: "
+                    f"the blocks are dropped, but {place} cannot be written, which still says what they were: "
                     "make room there, and drop again",
                 ) from None
             if self._store.nvme is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -29,13 +29,16 @@ _END = b"\0"  # of the tenant's and of the object's name, in a key
 
 class Saved(Protocol):
     """Entries of the small state, by database, which outlive the daemon: `read` reads them, unless that was done, and
-    `save` makes one survive a loss of power. Both raise OSError or KVStoreError."""
+    `save` and `remove` make a change survive a loss of power, `remove` of all keys or none. They raise OSError or
+    KVStoreError."""
 
     entries: dict[str, dict[bytes, bytes]]
 
     async def read(self) -> None: ...
 
     async def save(self, name: str, key: bytes, value: bytes | None) -> None: ...
+
+    async def remove(self, name: str, keys: Iterable[bytes]) -> None: ...
 
 
 class ObjectCatalogue:
@@ -64,7 +67,7 @@ class ObjectCatalogue:
             elif request.action == pb.Catalogue.ACTION_KEEP:
                 changed = [await self._keep(tenant, request)]
             else:
-                changed = [entry async for entry in self._remove(tenant, request.name, request.version)]
+                changed = await self._remove(tenant, request.name, request.version)
         return pb.CatalogueReply(objects=changed)
 
     def _list(self, tenant: Tenant, request: pb.Catalogue) -> pb.CatalogueReply:
@@ -82,7 +85,7 @@ class ObjectCatalogue:
     def _versions(self, tenant: Tenant, name: str = "") -> Iterator[tuple[bytes, pb.ObjectVersion]]:
         """Yield key and entry of each version of `name`, or of every name of `tenant`, that has not expired, in
         order."""
-        first = _key(tenant, name)[: -_VERSION.size] if name else _of_tenant(tenant)
+        first = _key(tenant, name)[: -_VERSION.size] if name else of_tenant(tenant.index_name)
         now_s = self._clock.wall_ns() // NS_PER_S
         entries = self._orders.entries[OBJECTS]
         for key in sorted(key for key in entries if key.startswith(first)):
@@ -102,7 +105,7 @@ class ObjectCatalogue:
             newest.expires_s = max(newest.expires_s, entry.expires_s) if newest.expires_s and entry.expires_s else 0
             return await self._save(tenant, newest)
         await self._drop_expired(tenant)
-        if sum(key.startswith(_of_tenant(tenant)) for key in self._orders.entries[OBJECTS]) >= MOST_VERSIONS:
+        if sum(key.startswith(of_tenant(tenant.index_name)) for key in self._orders.entries[OBJECTS]) >= MOST_VERSIONS:
             raise KVStoreError(
                 ErrorKind.TOO_LARGE, f"tenant {tenant.name} has {MOST_VERSIONS} versions of objects: remove some"
             )
@@ -121,19 +124,16 @@ class ObjectCatalogue:
         found[-1].pinned, found[-1].expires_s = request.object.pinned, request.object.expires_s
         return await self._save(tenant, found[-1])
 
-    async def _remove(self, tenant: Tenant, name: str, version: int) -> AsyncIterator[pb.ObjectVersion]:
-        for key, entry in list(self._versions(tenant, name)):
-            if not version or entry.version == version:
-                await self._orders.save(OBJECTS, key, None)
-                self._orders.entries[OBJECTS].pop(key, None)
-                yield entry
+    async def _remove(self, tenant: Tenant, name: str, version: int) -> list[pb.ObjectVersion]:
+        going = {key: entry for key, entry in self._versions(tenant, name) if version in (0, entry.version)}
+        if going:
+            await self._orders.remove(OBJECTS, going)
+        return list(going.values())
 
     async def _drop_expired(self, tenant: Tenant) -> None:
-        listed = {key for key, _ in self._versions(tenant)}
-        for key in [key for key in self._orders.entries[OBJECTS] if key.startswith(_of_tenant(tenant))]:
-            if key not in listed:
-                await self._orders.save(OBJECTS, key, None)
-                self._orders.entries[OBJECTS].pop(key, None)
+        listed, first = {key for key, _ in self._versions(tenant)}, of_tenant(tenant.index_name)
+        if expired := [key for key in self._orders.entries[OBJECTS] if key.startswith(first) and key not in listed]:
+            await self._orders.remove(OBJECTS, expired)
 
     async def _save(self, tenant: Tenant, entry: pb.ObjectVersion) -> pb.ObjectVersion:
         key, value = _key(tenant, entry.name, entry.version), entry.SerializeToString()
@@ -154,9 +154,10 @@ def _check(entry: pb.ObjectVersion) -> None:
         raise KVStoreError(ErrorKind.INVALID, "an object's kind has at most 32 printable characters")
 
 
-def _of_tenant(tenant: Tenant) -> bytes:
-    return tenant.index_name.encode() + _END
+def of_tenant(index_name: str) -> bytes:
+    """Return the beginning of the keys of a tenant's entries, by the tenant's name in the block index."""
+    return index_name.encode() + _END
 
 
 def _key(tenant: Tenant, name: str, version: int = 0) -> bytes:
-    return _of_tenant(tenant) + name.encode() + _END + _VERSION.pack(version)
+    return of_tenant(tenant.index_name) + name.encode() + _END + _VERSION.pack(version)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstored.state.process import StateProcess
@@ -59,22 +60,40 @@ class Orders:
     async def save(self, name: str, key: bytes, value: bytes | None) -> None:
         """Save `value` for `key` in the database `name`, None: remove the entry; it survives a loss of power. The
         caller changes `entries` next. Raises KVStoreError, having changed nothing."""
-        try:
+        with self._explained():
             await self.read()
             async with self._process.transaction(durable=True) as change:
                 if value is None:
                     await change.remove(name, [key])
                 else:
                     await change.put(name, [(key, value)])
+
+    async def remove(self, name: str, keys: Iterable[bytes]) -> None:
+        """Remove the entries of the database `name` with the keys `keys`, all or none; that survives a loss of power.
+        Raises KVStoreError, having changed nothing."""
+        going = list(keys)
+        with self._explained():
+            await self.read()
+            async with self._process.transaction(durable=True) as change:
+                await change.remove(name, going)
+        for key in going:
+            self.entries[name].pop(key, None)
+
+    async def forget(self, name: str, prefix: bytes) -> None:
+        """Remove the entries of the database `name` whose keys begin with `prefix`, as `remove` does."""
+        with self._explained():
+            await self.read()
+        if going := [key for key in self.entries[name] if key.startswith(prefix)]:
+            await self.remove(name, going)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into a KVStoreError that says what to do."""
+        try:
+            yield
         except OSError as error:
             what = f"{self._process.path} cannot be written ({error.strerror or error})"
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"nothing was changed: {what}: make room there") from None
-
-    async def forget(self, name: str, prefix: bytes) -> None:
-        """Remove the entries of the database `name` whose keys begin with `prefix`. Raises KVStoreError."""
-        for key in [key for key in self.entries[name] if key.startswith(prefix)]:
-            await self.save(name, key, None)
-            self.entries[name].pop(key, None)
 
     def items(self, name: str) -> list[Entry]:
         """Return the entries of the database `name`, in order."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,9 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients import objects
 from kvstored.clients.objects import ObjectCatalogue
+from kvstored.clock import SystemClock
+from kvstored.state.orders import Orders as SavedOrders
+from kvstored.state.process import StateProcess
 
 NAMES = st.sampled_from(["a", "aa", "b/c", "ä"])
 DIGESTS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)
@@ -38,6 +43,11 @@ class Orders:
             self.saved.pop(key, None)
         else:
             self.saved[key] = value
+
+    async def remove(self, name: str, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            await self.save(name, key, None)
+            self.entries[name].pop(key, None)
 
 
 def entry(digest: bytes, expires_s: int = 0) -> pb.ObjectVersion:
@@ -155,5 +165,28 @@ def test_what_no_object_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         assert await refused(keep, "a", good) is ErrorKind.NOT_FOUND
         await listing.answer(TENANT, pb.Catalogue(action=put, name="a", object=good))
         assert await refused(put, "b", good) is ErrorKind.TOO_LARGE
+
+    asyncio.run(run())
+
+
+def test_entries_that_were_not_read_yet_are_forgotten_too_and_all_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        process = StateProcess(tmp_path, "test", SystemClock())
+        before = SavedOrders(process)
+        for number in range(3):
+            await before.save(objects.OBJECTS, b"aa\0%d" % number, b"x")
+        await before.save(objects.OBJECTS, b"bb\0", b"y")
+        later, changes = SavedOrders(process), list[bool]()
+        begun = process.transaction
+
+        def counted(*, durable: bool) -> Any:
+            changes.append(durable)
+            return begun(durable=durable)
+
+        process.transaction = counted  # type: ignore[assignment, method-assign]
+        await later.forget(objects.OBJECTS, objects.of_tenant("aa"))
+        assert changes == [True]
+        assert later.items(objects.OBJECTS) == [(b"bb\0", b"y")] == list(await process.read(objects.OBJECTS))
+        await process.close()
 
     asyncio.run(run())
