@@ -106,14 +106,7 @@ class UseCounts:
 
     def unpin(self, row: int) -> None:
         """Remove one pin of the block at `row`. Raises RuntimeError if it has none."""
-        left = self._view.pins.get(row, 0) - 1
-        if left < 0:
-            raise RuntimeError(f"row {row} unpinned more often than pinned")
-        if left:
-            self._view.pins[row] = left
-            return
-        del self._view.pins[row]
-        self._listeners.release(row, self._view.rows.mask[row])
+        self._unpin((row,))
 
     def set_owners(self, row: int, owners: int) -> None:
         """Set which owners (users within the tenant) have pinned the block at `row`; bit i of `owners` stands for owner
@@ -132,8 +125,11 @@ class UseCounts:
     def unpin_run(self, tokens: Iterable[int]) -> None:
         """Remove one pin of each block that a token in `tokens` names, if the block still exists. A block that was
         removed by force has lost its pins already."""
+        self._unpin(self._view.rows.still_there(tokens))
+
+    def _unpin(self, rows: Sequence[int]) -> None:
         pins, mask, release = self._view.pins, self._view.rows.mask, self._listeners.release
-        for row in self._view.rows.still_there(tokens):
+        for row in rows:
             left = pins.get(row, 0) - 1
             if left > 0:
                 pins[row] = left
