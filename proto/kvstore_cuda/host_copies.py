@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes as ct
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +48,10 @@ def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> 
     if library is None or source.nbytes != target.nbytes:
         np.copyto(target, source)
     else:
-        library.kv_copy(_address(target), _address(source), target.nbytes)
+        library.kv_copy(address_of(target), address_of(source), target.nbytes)
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    found: int = array.__array_interface__["data"][0]  # quicker than `array.ctypes.data`
-    return found
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return the address of an array's first byte; quicker than `array.ctypes.data`."""
+    address: int = array.__array_interface__["data"][0]
+    return address

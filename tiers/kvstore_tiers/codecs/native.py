@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import ctypes as ct
 from pathlib import Path
-from typing import Any
-
-import numpy.typing as npt
 
 from kvstore_cuda.native_build import AVX2, AVX512, Unit, build_library
 from kvstore_cuda.native_library import NativeLibrary, has_avx2, processor_flags
@@ -30,12 +27,6 @@ def _made() -> ct.CDLL:
 
 _loading = NativeLibrary("codecs", NATIVE_VARIABLE, "codecs run", _made)
 library, wait_for_library = _loading.get, _loading.wait
-
-
-def address_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of an array's first byte; quicker than `array.ctypes.data`."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _instructions() -> tuple[str, ...]:

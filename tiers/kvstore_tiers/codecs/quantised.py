@@ -23,10 +23,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import CodingError, Undecodable
 from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
-from kvstore_tiers.codecs.native import address_of, library
+from kvstore_tiers.codecs.native import library
 from kvstore_tiers.codecs.quantised_arrays import dequantise, quantise
 from kvstore_tiers.codecs.shapes import ALL_BITS, K, PayloadShape, Tensor, V
 
