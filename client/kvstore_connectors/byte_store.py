@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -159,6 +159,3 @@ def _digest(kind: str, key: str) -> bytes:
 
 def _item(value: bytes) -> Item:
     return Item("bytes", (len(value),), np.frombuffer(value, np.uint8))
-
-
-__all__: Any = ["KVStoreByteStore"]

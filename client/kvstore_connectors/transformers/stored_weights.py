@@ -24,6 +24,7 @@ from kvstore_client.objects.mapped import MappedObject
 from kvstore_client.objects.sources import ArraySource
 from kvstore_client.objects.store import ObjectStore, PutObject, open_objects
 from kvstore_client.objects.tables import Table
+from kvstore_connectors.content import item_of_tensor
 from kvstore_connectors.transformers.fingerprint import inner_model, note_weights
 
 DTYPES = {
@@ -47,9 +48,8 @@ def store_model(store: ObjectStore, name: str, model: Any, **options: Any) -> Pu
         if tensor.numel() and tensor.data_ptr() in seen:  # tied to another, as its configuration says
             continue
         seen.add(tensor.data_ptr())
-        shape = tuple(tensor.shape)
-        arrays[key] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        types[key] = (_NAMES[tensor.dtype], shape)
+        item = item_of_tensor(tensor)
+        arrays[key], types[key] = item.data, (_NAMES[tensor.dtype], item.shape)
     config = {**inner.config.to_dict(), "architectures": [type(inner).__name__]}
     metadata = {CONFIG: json.dumps(config, sort_keys=True, default=str)}
     if inner.generation_config is not None:

@@ -84,7 +84,7 @@ class Embeddings:
             self._waiting -= 1
 
     def close(self) -> None:
-        self._thread.submit(self._close)
+        self._thread.submit(self._opened.close)
         self._thread.shutdown()
 
     # In the thread
@@ -137,9 +137,6 @@ class Embeddings:
             self._sessions[tenant] = session
         session = self._sessions.get(tenant)
         return None if session is None else ItemStore(session)
-
-    def _close(self) -> None:
-        self._opened.close()
 
 
 async def answer(fields: dict[str, Any], caller: KeyOwner, service: Service) -> dict[str, Any]:
