@@ -26,7 +26,7 @@ from kvstore_proto.v1.kvstore_pb2 import Terms
 
 TOKENIZE_S: Final = 30.0
 WAIT_S: Final = 60.0  # for work over a whole tenant
-_seconds, _version = whole_number(0, TTL_MAX_S), whole_number(1, (1 << 53) - 1)
+ttl_seconds, _version = whole_number(0, TTL_MAX_S), whole_number(1, (1 << 53) - 1)
 _COLUMNS: Final = ("TENANT", "WEIGHTS", ">VERSION", ">CLIENTS", ">BLOCKS", ">OF OLDER VERSIONS")
 KEEP_EXAMPLES: Final = {
     "pin": (
@@ -60,9 +60,9 @@ def add_keep_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     for name in ("pin", "unpin"):
         made[name].add_argument("owner", help="whose pin, a name of your choice")
     made["pin"].add_argument(
-        "--for", dest="for_s", type=_seconds, metavar="S", help="all pins of this owner end after so many seconds"
+        "--for", dest="for_s", type=ttl_seconds, metavar="S", help="all pins of this owner end after so many seconds"
     )
-    made["ttl"].add_argument("ttl", type=_seconds, metavar="SECONDS", help="from now; 0 is never")
+    made["ttl"].add_argument("ttl", type=ttl_seconds, metavar="SECONDS", help="from now; 0 is never")
     for name in ("pin", "unpin", "ttl"):
         _selection(made[name])
     made["versions"].add_argument("action", nargs="?", choices=["list", "bump"], default="list", help="what to do")

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvctl.connection import open_session
 from kvctl.get import whole_file
+from kvctl.keep import ttl_seconds
 from kvctl.output import FAILED, MISS, UNREACHABLE, USAGE, CommandError, Output
 from kvctl.put import read_bytes
 from kvstore_client.objects.sources import BytesSource, Source, weights_source
@@ -55,13 +56,15 @@ _FROM: Final = ("weights", "table", "file")
 def add_objects_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the object, or NAME@VERSION")
-    parser.add_argument("seconds", nargs="?", type=seconds, metavar="S", help="ttl: seconds from now; 0 is for ever")
+    parser.add_argument(
+        "seconds", nargs="?", type=ttl_seconds, metavar="S", help="ttl: seconds from now; 0 is for ever"
+    )
     put = parser.add_mutually_exclusive_group()
     put.add_argument("--weights", metavar="PATH", help="put: a file of weights, or the directory of a model")
     put.add_argument("--table", metavar="FILE", help="put: a NumPy array, as np.save wrote it")
     put.add_argument("--file", metavar="FILE", help="put: any bytes")
     parser.add_argument("--pin", action="store_true", help="put: no part is evicted until it is unpinned")
-    parser.add_argument("--ttl", type=seconds, metavar="S", help="put: it expires after S seconds")
+    parser.add_argument("--ttl", type=ttl_seconds, metavar="S", help="put: it expires after S seconds; 0 is never")
     parser.add_argument(
         "--durability", choices=("default", "none", "batch", "always"), default="always",
         help="put: none: DRAM only; always: on NVMe before the command ends (default: always)",

@@ -195,7 +195,7 @@ def test_kvctl_puts_lists_and_writes_out(kvctl: Kvctl, store: ObjectStore, tmp_p
     (tmp_path / "in").write_bytes(content(14))
     np.save(tmp_path / "rows.npy", np.arange(600.0).reshape(100, 6))
     assert "bytes@1" in kvctl(f"objects put bytes --file {tmp_path / 'in'} --pin").out
-    kvctl(f"objects put rows --table {tmp_path / 'rows.npy'}")
+    kvctl(f"objects put --table {tmp_path / 'rows.npy'} rows --durability batch")
     listed = kvctl.json("objects list")["objects"]
     assert [(each["name"], each["kind"], each["pinned"]) for each in listed] == [
         ("bytes", "bytes", True), ("rows", "table", False),
@@ -212,7 +212,8 @@ def test_kvctl_puts_lists_and_writes_out(kvctl: Kvctl, store: ObjectStore, tmp_p
     assert "as they were put" in kvctl("objects verify bytes").out
     assert "1 of 1 part in DRAM" in kvctl("objects prefetch rows --wait 5").out
     assert kvctl.json("objects unpin bytes")["pinned"] is False
-    assert kvctl.json("objects ttl bytes 3600")["expires_s"] > 0
+    assert kvctl.json("objects ttl bytes 172800")["expires_s"] > 0
+    assert kvctl.json("objects ttl bytes 0")["expires_s"] == 0
     kvctl("objects rm bytes")
     assert "no object of this name" in kvctl("objects get bytes", exit_code=MISS).err
     for wrong in ("objects put x", "objects rm", "objects ttl rows", "objects list --file a"):
