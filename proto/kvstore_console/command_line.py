@@ -31,6 +31,10 @@ class WrongUsage(Exception):
         self.program = program
 
 
+_REST = {argparse.PARSER, argparse.REMAINDER}
+_AS_USUAL = {"-h", "--help", "--"}  # words with which argparse cannot parse in two passes
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose help keeps the line breaks of descriptions and examples. It raises WrongUsage for a
     mistake, which `parse` reports.
@@ -38,6 +42,24 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        self._is_intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse `args` as argparse does, and take an optional positional argument behind options, too.
+
+        argparse takes as many positional arguments as it can at the first of them: in `put --file FILE NAME`, where
+        NAME is optional, it takes none and then does not know NAME.
+        """
+        given = sys.argv[1:] if args is None else list(args)
+        wanted = {each.nargs for each in self._get_positional_actions()}
+        is_plain = not _AS_USUAL.isdisjoint(given) or wanted.isdisjoint("?*") or not wanted.isdisjoint(_REST)
+        if self._is_intermixed or is_plain:
+            return super().parse_known_args(given, namespace)
+        self._is_intermixed = True
+        try:
+            return self.parse_known_intermixed_args(given, namespace)
+        finally:
+            self._is_intermixed = False
 
     def error(self, message: str) -> NoReturn:
         raise WrongUsage(self.prog, message)
