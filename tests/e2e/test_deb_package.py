@@ -170,6 +170,13 @@ def test_from_a_fresh_debian_to_a_served_hit_in_three_commands(debian: BootedDeb
     assert debian.say("kvctl", "get", "--name", "greeting") == debian.say("cat", "/etc/os-release")
 
 
+def test_the_package_brings_compiled_copies_and_codecs(debian: BootedDebian) -> None:
+    look = "from kvstore_cuda import host_copies, native_library as n; from kvstore_tiers.codecs import native; "
+    look += "assert not n.has_avx2() or host_copies.native.wait(); assert native.wait_for_library()"
+    assert debian.run("sh", "-c", "command -v g++ c++ clang++").returncode, "nothing can be compiled there"
+    debian.say("/usr/lib/kvstored/bin/python3", "-c", look)
+
+
 def test_the_packages_own_test_passes(debian: BootedDebian) -> None:
     script = ROOT / "deploy/debian/tests/serves"
     (debian.root / "tmp/serves").write_text(script.read_text())
