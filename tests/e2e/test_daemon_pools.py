@@ -13,12 +13,13 @@ import grpc
 import pytest
 
 from kvstore_client import KVStoreError, Session
+from kvstore_proto.lookup_index import IndexState, read_state
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
-from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
+from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.unary_client import by_tokens, names, unary_client
@@ -165,6 +166,32 @@ def test_who_is_listed_no_more_reads_no_more(daemon: RunningDaemon) -> None:
         assert found_blocks(author, 1, 3) == 3, "a publisher stays connected"
         with pool_of(daemon, "stranger") as now:
             assert found_blocks(now, 1, 3) == 3
+
+
+def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon: RunningDaemon) -> None:
+    """Nor in what a process keeps whose connection has ended long before; the others lose nothing."""
+    before, after = payloads_of(1, 3, MODEL)[0].tobytes(), payloads_of(2, 1, MODEL)[0].tobytes()
+    with pool_of(daemon, "author") as author:
+        put_conversation(author, 1, 3)
+        with RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
+            arenas, table = [], reader.shake(hs.ClientPacket(lookup_index=hs.LookupIndexRequest()))[1]
+            for number in reader.welcome.arena_ids:
+                grant, descriptor = reader.shake(hs.ClientPacket(arena=hs.ArenaRequest(arena_id=number)))
+                arenas.append(mmap.mmap(descriptor, grant.arena.size_bytes, prot=mmap.PROT_READ))
+        assert any(arena.find(before) >= 0 for arena in arenas)
+        assert daemon.config is not None
+        daemon.config.write_text(listing(POOL.replace('["reader"]', '["stranger"]')))
+        daemon.ask("Reload", admin_pb2.ReloadRequest())
+        put_conversation(author, 2, 1)
+        with pool_of(daemon, "stranger") as now:
+            assert (found_blocks(now, 1, 3), found_blocks(now, 2, 1)) == (3, 1)
+            with now.get(tokens_of(1, 3)) as lease:
+                assert holds(lease, payloads_of(1, 3, MODEL))
+        assert all(arena.find(after) < 0 for arena in arenas)
+        assert read_state(os.pread(table, 4096, 0)) != IndexState.SERVING
+    for descriptor in arenas:
+        descriptor.close()
+    os.close(table)
 
 
 def test_unary_calls_name_a_pool(daemon: RunningDaemon) -> None:

@@ -26,6 +26,7 @@ from kvstore_tiers.image import erase_header, mark_retired
 from kvstore_tiers.segments import Bytes, view_at
 
 _WRITABLE = "+w"
+_SHUT = "-"
 _new_slot = tuple.__new__  # half the time of Slot's own
 _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
@@ -99,6 +100,18 @@ class ChunkWitness(ArenaWitness, Protocol):
 def writable_owner(owner: str) -> str:
     """Return the owner's name for arenas that clients of the tenant `owner` may write to: `owner` with a suffix."""
     return owner + _WRITABLE
+
+
+def shut_owner(owner: str) -> str:
+    """Return the owner's name for arenas of `owner` that take no more blocks: processes that may not read new ones any
+    more still map them."""
+    name, writable, _ = owner.partition(_WRITABLE)
+    return owner if name.endswith(_SHUT) else name + _SHUT + writable
+
+
+def open_owner(owner: str) -> str:
+    """Return the owner in the name from `shut_owner`; another name is returned as it is."""
+    return owner.replace(_SHUT, "")
 
 
 class ArenaHome(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, open_owner, shut_owner
 from kvstore_tiers.arena_memory import ArenaMode
 from kvstore_tiers.base import (
     UNCODED,
@@ -142,7 +142,7 @@ class HostTier(ContainerTier):
 
     def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
         require_slot_size(nbytes)
-        found: list[Slot] = []
+        owner, found = open_owner(owner), list[Slot]()
         while len(found) < most and not self._closed:
             if (arena := self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))) is None:
                 break
@@ -227,6 +227,17 @@ class HostTier(ContainerTier):
                 break
             reserved_bytes += arena.nbytes
         return reserved_bytes
+
+    def shut(self, owner: str) -> None:
+        """Put no more blocks into the arenas that `owner` has now: a process that maps them shall see no later block.
+        What they have stays until it is evicted or moved; no later process takes them over. Sealed arenas stay open:
+        their memory could never be used again."""
+        for arena in self._arenas:
+            if arena.owner == owner and arena.mode == "owned":
+                self._arenas.forget_room(arena)
+                arena.owner = shut_owner(owner)
+                if self._witness is not None:
+                    self._witness.given_up(arena.number)
 
     def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
         """Make the system provide up to `budget_bytes` of arena memory now, so that puts need not wait for page faults.
