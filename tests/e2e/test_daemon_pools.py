@@ -20,6 +20,7 @@ from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.kvctl import Kvctl
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.unary_client import by_tokens, names, unary_client
@@ -153,6 +154,12 @@ def test_a_publisher_s_quota_is_its_and_its_pool_s(daemon: RunningDaemon) -> Non
             put_conversation(pool, conversation, 4)
             status = {tenant.name: tenant for tenant in daemon.ask("Tenants", admin_pb2.TenantsRequest()).tenants}
             assert status["author"].host_bytes + status["prompts"].host_bytes <= MOST * BLOCK_BYTES
+
+
+def test_an_operator_who_sets_a_pool_is_told_whom_to_set(daemon: RunningDaemon, capfdbinary: Any) -> None:
+    for command in (["set", "prompts", "--max", "4MiB"], ["reset", "prompts"]):
+        refused = Kvctl(daemon, capfdbinary)(["tenants", *command], exit_code=1).err
+        assert "'prompts' is a shared pool" in refused and "set tenant 'author'" in refused
 
 
 def test_who_is_listed_no_more_reads_no_more(daemon: RunningDaemon) -> None:
