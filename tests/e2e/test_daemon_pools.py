@@ -201,6 +201,26 @@ def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon:
     os.close(table)
 
 
+def test_pins_of_a_publisher_and_its_pool_leave_another_tenant_its_minimum(daemon: RunningDaemon) -> None:
+    """They count together, and nothing that is pinned takes the room that is guaranteed to a tenant."""
+    assert daemon.config is not None
+    least = listing().replace(f"host_max = {MOST * BLOCK_BYTES}\n", "")
+    daemon.config.write_text(least.replace('"stranger"\n', '"stranger"\nhost_min = "8MiB"\n'))
+    daemon.ask("Reload", admin_pb2.ReloadRequest())
+    pinned, blocks = 0, 32
+    for own, pool in (("author", "prompts"), ("author", ""), ("reader", "")):
+        with daemon.connect(MODEL, own=own, pool=pool) as session, pytest.raises(KVStoreError, match="unpin some"):
+            for number in range(1000):
+                put_conversation(session, 1 + number, blocks, pin="x")
+                pinned += blocks
+    with daemon.connect(MODEL, own="stranger") as stranger:
+        for number in range(16):
+            put_conversation(stranger, 1 + number, blocks)
+        room = (8 << 20) // BLOCK_BYTES // blocks
+        assert sum(found_blocks(stranger, 16 - number, blocks) for number in range(room)) == room * blocks
+    assert 0 < pinned * BLOCK_BYTES <= 12 << 20  # three quarters of 32 - 8 of staging - 8 MiB
+
+
 def test_unary_calls_name_a_pool(daemon: RunningDaemon) -> None:
     target = f"unix:{daemon.socket_dir}/unary.sock"
     chain, payloads = by_tokens(MODEL, tokens_of(1, 2)), payloads_of(1, 2, MODEL)
