@@ -202,7 +202,7 @@ def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon:
 
 
 def test_pins_of_a_publisher_and_its_pool_leave_another_tenant_its_minimum(daemon: RunningDaemon) -> None:
-    """They count together, and nothing that is pinned takes the room that is guaranteed to a tenant."""
+    """Both count together, and nothing that is pinned takes the room that is guaranteed to a tenant."""
     assert daemon.config is not None
     least = listing().replace(f"host_max = {MOST * BLOCK_BYTES}\n", "")
     daemon.config.write_text(least.replace('"stranger"\n', '"stranger"\nhost_min = "8MiB"\n'))

@@ -102,15 +102,8 @@ def writable_owner(owner: str) -> str:
     return owner + _WRITABLE
 
 
-def shut_owner(owner: str) -> str:
-    """Return the owner's name for arenas of `owner` that take no more blocks: processes that may not read new ones any
-    more still map them."""
-    name, writable, _ = owner.partition(_WRITABLE)
-    return owner if name.endswith(_SHUT) else name + _SHUT + writable
-
-
 def open_owner(owner: str) -> str:
-    """Return the owner in the name from `shut_owner`; another name is returned as it is."""
+    """Return the owner in the name that an arena has after `shut`; another name is returned as it is."""
     return owner.replace(_SHUT, "")
 
 
@@ -264,6 +257,14 @@ class Arena(ArenaMemory):
         """
         self.require_out(slot)
         mark_retired(self.segment(slot))
+
+    def shut(self) -> None:
+        """Let this arena belong to nobody who asks for room, since processes map it that shall see no later block. Its
+        blocks stay until they are evicted or moved; no later process takes it over."""
+        name, writable, _ = open_owner(self.owner).partition(_WRITABLE)
+        self.owner = name + _SHUT + writable
+        if self._witness is not None:
+            self._witness.given_up(self.number)
 
     def require_out(self, slot: Slot) -> None:
         """Raise RuntimeError unless `slot` is allocated in this arena in exactly its generation."""

@@ -113,8 +113,8 @@ class LiveTenants:
 
 
 def _narrowed(former: Sequence[TenantSection], now: Sequence[TenantSection]) -> set[str]:
-    """Return the names of tenants whose memory some processes may map by the sections `former`, and not by those of
-    `now`: whoever they are, they need not be connected."""
+    """Return the names of the tenants whose memory some processes could map by the sections `former`, and cannot by the
+    sections `now`, connected or not."""
     present = {section.name: _users(section) for section in now}
     return {section.name for section in former if _users(section) - present.get(section.name, set())}
 

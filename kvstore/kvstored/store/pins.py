@@ -72,7 +72,7 @@ class Pins:
     def check_bytes(self, tenant: int, owner: str, of_tenant: int, of_owner: int) -> None:
         """Check that `tenant` may have `of_tenant` more bytes pinned, and its `owner` `of_owner` more. Raises
         KVStoreError."""
-        bit, residency = self.bit_of(tenant, owner), self._residency
+        bit = self.bit_of(tenant, owner)
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
         share_bytes = dram_bytes // PINNED_SHARE
         most_of_tenant, most_of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
@@ -106,8 +106,8 @@ class Pins:
         if beyond_bytes and held_bytes + beyond_bytes > limit_bytes:
             raise KVStoreError(
                 ErrorKind.TOO_LARGE,
-                f"all tenants have pinned {held_bytes} bytes above their minima, and {beyond_bytes} more are over three "
-                f"quarters of what no minimum reserves of DRAM, {limit_bytes}: unpin some",
+                f"all tenants have pinned {held_bytes} bytes above their minima, and {beyond_bytes} more are over "
+                f"three quarters of what no minimum reserves of DRAM, {limit_bytes}: unpin some",
             )
 
     def _pinned(self, tenant: int) -> int:
