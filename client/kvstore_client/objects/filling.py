@@ -21,6 +21,7 @@ from kvstore_client.arguments import PutTerms
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.sources import SLACK_BYTES, Source
 from kvstore_client.receipt import DURABLE, PutReceipt
+from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.manifest import class_bytes, part_digest, part_tokens, parts_of
@@ -115,7 +116,8 @@ class Filling:
             )
             if receipt.visible_blocks:
                 return receipt
-            if time.monotonic() >= until or receipt.statuses[0] in ("over_quota", "failed"):
+            is_refused = receipt.statuses[0] in ("over_quota", "failed") and receipt.reason != REASON_DEADLINE
+            if time.monotonic() >= until or is_refused:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"a part was not stored: {receipt.reason or 'no room'}")
             time.sleep(RETRY_S)
 
