@@ -6,8 +6,8 @@ the frames' heads and tables; the figure is for the model that gains less. Speed
 decoded in turns with one thread's memcpy of 256 MB, the baseline. They are by processor time, of this process and the
 one in which a codec works, so other work on the machine changes them little. Each figure is the best turn's, as is the
 memcpy's beside it, for the slower of both models. The rows `lossless_library` are of OpenZL alone: its calls for the
-tensors of a layer, without the hand-over to its process. The rows of
-`codec_hits.py` and `kvflow.py` follow.
+tensors of a layer, without the hand-over to its process. The rows of `codec_links.py`, `codec_hits.py` and `kvflow.py`
+follow.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import codec_hits
+import codec_links
 import kvflow
 import numpy as np
 from support.kv_payloads import MODELS, Bytes, Payloads, as_bfloat16, computed
@@ -74,7 +75,7 @@ def measure(quick: bool) -> list[Row]:
     ratios = [_ratio_row(name, kind, each) for (name, kind), each in found.items() if each]
     speeds = [row for name in SPEEDS if found[name, "f16"] for row in _speed_rows(name, found[name, "f16"], name)]
     speeds += _speed_rows(LIBRARY, library, "lossless") if library else []
-    return [*ratios, *speeds, *codec_hits.measure(quick), *kvflow.measure(quick)]
+    return [*ratios, *speeds, *codec_links.measure(quick), *codec_hits.measure(quick), *kvflow.measure(quick)]
 
 
 def _measured(codec: Codec, given: Payloads, rounds: int, source: Bytes, target: Bytes) -> Measured:

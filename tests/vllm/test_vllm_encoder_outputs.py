@@ -7,6 +7,7 @@ each other's outputs is tried with two of them; roles, and what fails, with the 
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,9 @@ def test_outputs_are_those_of_these_weights_and_these_pixels(
     def ask(model: Path, images: list[Path], **spec: Any) -> Answer:
         """Return the answers of a new engine, one at a time, as equal logprobs need."""
         time.sleep(0.1)  # weights as young as the process are refused
-        with EngineProcess(tmp_path / "log", model=str(model), encoder_transfer=transfer, **usual | spec) as engine:
+        with EngineProcess(
+            tmp_path / "log", python=sys.executable, model=str(model), encoder_transfer=transfer, **usual | spec
+        ) as engine:
             found = [engine.ask([PROMPT], 8, images=[str(each)], sampling={"logprobs": 1}) for each in images]
         whole = {"tokens": [each.tokens for each in found], "logprobs": [each.logprobs for each in found]}
         return Answer(**vars(found[-1]) | whole)
