@@ -267,8 +267,8 @@ def prefetched(bench: Bench) -> list[Row]:
 
 
 def predicted(bench: Bench) -> list[Row]:
-    """Three models mapped in turns, each dropped from DRAM afterwards, where the predictor has seen three cycles, against
-    a daemon that predicts nothing: the time to map one and read a word of each page."""
+    """Three models mapped in turns, each dropped from DRAM afterwards, where the predictor has seen three cycles,
+    against a daemon that predicts nothing: the time to map one and read a word of each page."""
     taken = []
     for settings in ((), PREDICTING):
         with bench_daemon(*SETTINGS, *settings) as daemon, opened_objects(daemon) as store:
