@@ -163,7 +163,7 @@ def image_p95(quick: bool) -> Row:
                 limit_mm_per_prompt={"image": 1}, one_process=True, max_num_seqs=at_once, **encoder,
             ))  # fmt: skip
             progress(f"{name}: engine is up")
-        for number in range(IMAGE_WARM_UP + (1 if quick else 5)):
+        for number in range(IMAGE_WARM_UP + (3 if quick else 5)):
             drawn = [str(folder / f"{place}.png") for place in rng.choice(images, at_once, p=likely / likely.sum())]
             prompts = [[1, *rng.integers(10, 200, 8).tolist(), 5, 9] for _ in drawn]
             for name in ("without", "over") if number % 2 else ("over", "without"):
