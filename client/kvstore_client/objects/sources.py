@@ -127,8 +127,8 @@ class FileSource:
         self._files = [_open(path) for path in paths]
 
     def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
-        """See `Source.fill`. The longest run is read straight into its place, which lies in its page as the file has
-        it; what such a read brings of its neighbours is overwritten by them."""
+        """Write the `nbytes` bytes from `offset` on into `buffer`, and return where they begin. The longest run is read
+        straight into its place, which lies in its page as the file has it; the rest of its pages is overwritten."""
         runs = self._runs(offset, nbytes)
         if not runs:
             buffer[:nbytes] = 0

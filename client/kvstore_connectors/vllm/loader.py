@@ -3,7 +3,7 @@
 vLLM's own default loader does the loading; the tensors that it gets are views of the object's mapping, of which it
 copies into its parameters. Afterwards, and before vLLM packs them for its kernels, each parameter in host memory that
 has the bytes of one tensor of the object becomes a view of the mapping, and its private memory is free. Parameters that
-vLLM makes of several tensors stay private, as do those of quantised layers, which vLLM may change in place.
+vLLM makes of several tensors stay private, and so do quantised layers, whose parameters vLLM may change in place.
 """
 
 from __future__ import annotations

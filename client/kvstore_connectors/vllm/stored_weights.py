@@ -1,7 +1,7 @@
 """The objects that an engine's weights are loaded from, by `load_format="kvstored"`: their names, and their digest.
 
 The module asks the catalogue, and imports neither vLLM nor torch. Invariant: in a process that has loaded weights, the
-digest is that of the versions that were loaded, whatever was put under their names since. Several workers load one by
+digest names the versions that were loaded, whatever was put under their names since. Several workers load one by
 one, so their settings must name versions.
 """
 
