@@ -14,6 +14,7 @@ serving (encoder outputs, embeddings, prompts) are of objects_serving.py.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import mmap
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,10 +47,16 @@ RIVALS = Environment(  # beside torch and the rest of this installation's packag
     (("--no-deps", "runai-model-streamer==0.17.1", "fastsafetensors==0.5.0", "humanize"),),
     "runai-model-streamer and fastsafetensors, about 20 MB",
 )
+PAUSE_S = 2.0  # between models that are used in turns
 READ_BYTES, READERS = 16 * MIB, (1, 2, 4)
 COLD_SETTINGS = ("host.staging=256MiB", "host.arena=64MiB", "nvme.slab=64MiB", "host.warm_restart=holder",
                  "limits.staging_per_client=72MiB")  # fmt: skip
+PREDICTING = ("prefetch.enabled=true", "prefetch.predictor=markov", "prefetch.min_probability=0.2")
 SETTINGS = ("host.capacity=5GiB", "nvme.capacity=6GiB", "limits.pinned_per_tenant=4GiB")
+
+
+def opened_objects(daemon: BenchDaemon) -> ObjectStore:
+    return open_objects(daemon.socket_dir, staging_bytes=STAGING_BYTES)
 
 
 class Bench:
@@ -258,6 +266,36 @@ def prefetched(bench: Bench) -> list[Row]:
     return [Row("prefetched_model", median(ahead), "s", median(on_demand), "on demand", AT_MOST, 1.0)]
 
 
+def predicted(bench: Bench) -> list[Row]:
+    """Three models mapped in turns, each dropped from DRAM afterwards, where the predictor has seen three cycles,
+    against a daemon that predicts nothing: the time to map one and read a word of each page."""
+    taken = []
+    for settings in ((), PREDICTING):
+        with bench_daemon(*SETTINGS, *settings) as daemon, opened_objects(daemon) as store:
+            for number in range(3):
+                numbers = np.random.default_rng(number).integers(
+                    0, 1 << 62, 16 << (20 if bench.quick else 22), np.int64
+                )
+                store.put(f"model-{number}", ArraySource({"w": numbers}), durability="always")
+            daemon.drop_host()
+            times = [_used(store, f"model-{turn % 3}", daemon) for turn in range(9 + 3 * bench.rounds)]
+            taken.append(median(times[9:]))
+    return [Row("predicted_model", taken[1], "s", taken[0], "on demand", AT_MOST, 1.0)]
+
+
+def _used(store: ObjectStore, name: str, daemon: BenchDaemon) -> float:
+    def read() -> None:
+        with store.map(name) as mapped:
+            int(mapped.content[::4096].sum())
+
+    seconds = time_once(read)
+    gc.collect()
+    store.listed()  # leases are given back with the next request
+    daemon.drop_host()
+    time.sleep(PAUSE_S)
+    return seconds
+
+
 # Tables, names
 
 
@@ -317,7 +355,8 @@ def cold_start(bench: Bench) -> list[Row]:
 
 MEASURES: dict[str, Callable[[Bench], list[Row]]] = {
     "gather": gather, "replaced": replaced, "fill": fill, "second_process": second_process,
-    "moe_second_process": moe_second_process, "prefetched": prefetched, "cold_start": cold_start,
+    "moe_second_process": moe_second_process, "prefetched": prefetched, "predicted": predicted,
+    "cold_start": cold_start,
     "rivals": rivals,
 }  # fmt: skip
 
@@ -327,7 +366,7 @@ def opened(quick: bool) -> Iterator[Bench]:
     with (
         tempfile.TemporaryDirectory(prefix="kvbench-models-") as folder,
         bench_daemon(*SETTINGS) as daemon,
-        open_objects(daemon.socket_dir, staging_bytes=STAGING_BYTES) as store,
+        opened_objects(daemon) as store,
     ):
         yield Bench(daemon, store, Path(folder), quick)
 

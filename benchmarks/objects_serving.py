@@ -163,7 +163,7 @@ def image_p95(quick: bool) -> Row:
                 limit_mm_per_prompt={"image": 1}, one_process=True, max_num_seqs=at_once, **encoder,
             ))  # fmt: skip
             progress(f"{name}: engine is up")
-        for number in range(IMAGE_WARM_UP + (1 if quick else 5)):
+        for number in range(IMAGE_WARM_UP + (3 if quick else 5)):
             drawn = [str(folder / f"{place}.png") for place in rng.choice(images, at_once, p=likely / likely.sum())]
             prompts = [[1, *rng.integers(10, 200, 8).tolist(), 5, 9] for _ in drawn]
             for name in ("without", "over") if number % 2 else ("over", "without"):
@@ -180,6 +180,7 @@ def llm_p95(quick: bool) -> Row:
     from kvstore_engine.bench.workload import BenchRequest, ClosedLoop, Workload
 
     prefix_tokens, prefixes, at_once = 2048 if quick else 7936, 4, 100
+    own_tokens, answer_tokens = (16, 4) if quick else (32, 8)
     seconds: dict[str, list[float]] = {"without": [], "over": []}
 
     def ask(directory: Path | None, number: int, requests: int) -> list[float]:
@@ -188,8 +189,8 @@ def llm_p95(quick: bool) -> Row:
         asked = [
             BenchRequest(
                 f"{number}-{place}",
-                np.concatenate([shared[place % prefixes], rng.integers(300, 40_000, 32).astype(np.int32)]),
-                8,
+                np.concatenate([shared[place % prefixes], rng.integers(300, 40_000, own_tokens).astype(np.int32)]),
+                answer_tokens,
             )
             for place in range(requests)
         ]

@@ -16,8 +16,8 @@ from kvstore_client import KVStoreError  # noqa: E402
 from kvstore_client.objects.sources import BytesSource, weights_source  # noqa: E402
 from kvstore_client.objects.store import ObjectStore, open_objects  # noqa: E402
 from kvstore_client.objects.tables import Table, array_source  # noqa: E402
+from kvstore_connectors.object_tensors import embedding  # noqa: E402
 from kvstore_connectors.transformers import fingerprint, load_model, model_fingerprint, store_model  # noqa: E402
-from kvstore_connectors.transformers.stored_weights import embedding  # noqa: E402
 from tests.reference.running_daemon import running_daemon  # noqa: E402
 
 SMALL = {

@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+
 import kvstore_client
 from kvstore_client import Session
+from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.config import load_config
 from kvstored.daemon import Daemon
@@ -70,9 +73,19 @@ class ClockedDaemon:
     def settle(self) -> None:
         assert eventually(self.is_still)
 
+    @property
+    def socket_dir(self) -> Path:
+        return self._config.daemon.socket_dir
+
+    def drop(self, tier: str) -> admin_pb2.DropReply:
+        with grpc.insecure_channel(f"unix:{self.socket_dir}/admin.sock") as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+            reply: admin_pb2.DropReply = stub.Drop(admin_pb2.DropRequest(tier=tier), timeout=PATIENCE_S)
+            return reply
+
     def connect(self) -> Session:
         return kvstore_client.connect(
-            self._config.daemon.socket_dir, fingerprint=model(), required=True, deadline_s=PATIENCE_S,
+            self.socket_dir, fingerprint=model(), required=True, deadline_s=PATIENCE_S,
             connect_timeout_s=PATIENCE_S, staging_bytes=2 * MIB,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ parts of two objects are one block. Nothing names the parts until all of them ar
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import time
@@ -18,14 +19,16 @@ import numpy as np
 
 from kvstore_client.arguments import PutTerms
 from kvstore_client.memory import Bytes
-from kvstore_client.objects.sources import Source
+from kvstore_client.objects.sources import SLACK_BYTES, Source
 from kvstore_client.receipt import DURABLE, PutReceipt
+from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.manifest import class_bytes, part_digest, part_tokens, parts_of
 
 THREADS = 4  # reads under way at once: what an NVMe drive wants for parts of this size
 RETRY_S = 0.05
+LARGE_PAGE_BYTES = 2 << 20
 
 
 class Filled(NamedTuple):
@@ -59,7 +62,7 @@ class Filling:
         buffers: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         threads = min(THREADS, parts)
         for _ in range(threads):
-            buffers.put(np.frombuffer(mmap.mmap(-1, self.part_bytes), np.uint8))
+            buffers.put(_buffer(self.part_bytes + SLACK_BYTES))
         digests, receipts, new_bytes, done = [b""] * parts, list[PutReceipt](), 0, 0
         with ThreadPoolExecutor(threads, thread_name_prefix="kvstore-fill") as pool:
             for part, (digest, receipt, nbytes) in self._stored(pool, source, buffers, parts):
@@ -96,8 +99,8 @@ class Filling:
         length = min(self.part_bytes, source.nbytes - offset)
         buffer = buffers.get()
         try:
-            payload = buffer[: class_bytes(max(length, 1), self.part_bytes)]
-            source.fill(offset, payload[:length])
+            begin = source.fill(offset, length, buffer)
+            payload = buffer[begin : begin + class_bytes(max(length, 1), self.part_bytes)]
             payload[length:] = 0
             digest = part_digest(payload)
             return digest, self._put(digest, payload), len(payload)
@@ -113,6 +116,15 @@ class Filling:
             )
             if receipt.visible_blocks:
                 return receipt
-            if time.monotonic() >= until or receipt.statuses[0] in ("over_quota", "failed"):
+            is_refused = receipt.statuses[0] in ("over_quota", "failed") and receipt.reason != REASON_DEADLINE
+            if time.monotonic() >= until or is_refused:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"a part was not stored: {receipt.reason or 'no room'}")
             time.sleep(RETRY_S)
+
+
+def _buffer(nbytes: int) -> Bytes:
+    """Return memory that begins at a page, in large pages where there are any: direct reads pin each page."""
+    memory = mmap.mmap(-1, -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

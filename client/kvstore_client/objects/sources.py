@@ -26,6 +26,7 @@ from kvstore_client.memory import Bytes
 from kvstore_proto.manifest import DTYPE_BITS, TensorEntry, dtype_name, laid_out, metadata_of
 
 DIRECT_BYTES = 4096  # what O_DIRECT wants places and lengths to be multiples of
+SLACK_BYTES = 2 * DIRECT_BYTES  # around what is read: it begins and ends anywhere in a page
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as the library has it
 
 
@@ -41,8 +42,9 @@ class Source(Protocol):
     @property
     def metadata(self) -> Mapping[str, str]: ...
 
-    def fill(self, offset: int, destination: Bytes) -> None:
-        """Write the content's bytes from `offset` on into `destination`. Raises OSError, and KVStoreError for a file
+    def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
+        """Write the `nbytes` bytes of the content from `offset` on into `buffer`, which begins at a page and has room
+        for `SLACK_BYTES` more, and return the place in it where they begin. Raises OSError, and KVStoreError for a file
         that has changed."""
         ...
 
@@ -65,14 +67,14 @@ class ArraySource:
         self.tensors, self.nbytes = laid_out(listed)
         self._arrays = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
 
-    def fill(self, offset: int, destination: Bytes) -> None:
-        end = offset + len(destination)
-        destination[:] = 0
+    def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
+        buffer[:nbytes] = 0
         for each in self.tensors:
-            first, last = max(each.offset, offset), min(each.offset + each.nbytes, end)
+            first, last = max(each.offset, offset), min(each.offset + each.nbytes, offset + nbytes)
             if first < last:
                 raw = self._arrays[each.name][first - each.offset : last - each.offset]
-                np.copyto(destination[first - offset : last - offset], raw)
+                np.copyto(buffer[first - offset : last - offset], raw)
+        return 0
 
 
 class BytesSource:
@@ -83,8 +85,9 @@ class BytesSource:
         self.kind, self.nbytes, self.metadata = kind, len(self._data), metadata_of(metadata or {})
         self.tensors: tuple[TensorEntry, ...] = ()
 
-    def fill(self, offset: int, destination: Bytes) -> None:
-        np.copyto(destination, self._data[offset : offset + len(destination)])
+    def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
+        np.copyto(buffer[:nbytes], self._data[offset : offset + nbytes])
+        return 0
 
 
 class Segment(NamedTuple):
@@ -123,30 +126,51 @@ class FileSource:
         self._local = threading.local()
         self._files = [_open(path) for path in paths]
 
-    def fill(self, offset: int, destination: Bytes) -> None:
-        end = offset + len(destination)
-        destination[:] = 0
-        for each in self._segments[int(np.searchsorted(self._ends, offset, "right")) :]:
-            first, last = max(each.offset, offset), min(each.offset + each.nbytes, end)
-            if first >= last:
-                break
-            at = each.file_offset + first - each.offset
-            self._read(self._files[each.file], at, destination[first - offset : last - offset])
+    def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
+        """Write the `nbytes` bytes from `offset` on into `buffer`, and return where they begin. The longest run is read
+        straight into its place, which lies in its page as the file has it; the rest of its pages is overwritten."""
+        runs = self._runs(offset, nbytes)
+        if not runs:
+            buffer[:nbytes] = 0
+            return 0
+        runs.sort(key=lambda each: -each.nbytes)
+        begin = (runs[0].file_offset - runs[0].offset) % DIRECT_BYTES
+        for number, each in enumerate(runs):
+            file, place = self._files[each.file], begin + each.offset
+            straight_to = None if number else buffer[place - each.file_offset % DIRECT_BYTES :]
+            self._read(file, each.file_offset, buffer[place : place + each.nbytes], straight_to)
+        filled = 0
+        for each in sorted(runs, key=lambda each: each.offset):
+            buffer[begin + filled : begin + each.offset] = 0
+            filled = each.offset + each.nbytes
+        buffer[begin + filled : begin + nbytes] = 0
         for file in self._files:
             if _state(file.descriptor) != file.state:
                 raise invalid(f"{file.path} was changed while it was read: put it again")
+        return begin
 
-    def _read(self, file: _OpenFile, at: int, destination: Bytes) -> None:
-        """Read from `at` on: straight into `destination` if it lies as O_DIRECT wants it, else by a buffer."""
-        begin = at - at % DIRECT_BYTES
-        end = -(-(at + len(destination)) // DIRECT_BYTES) * DIRECT_BYTES
-        address = destination.ctypes.data
-        if not file.is_direct or ((begin, end) == (at, at + len(destination)) and not address % DIRECT_BYTES):
+    def _runs(self, offset: int, nbytes: int) -> list[Segment]:
+        """Return what lies in the `nbytes` bytes from `offset` on, by its offset there."""
+        runs = []
+        for each in self._segments[int(np.searchsorted(self._ends, offset, "right")) :]:
+            first, last = max(each.offset, offset), min(each.offset + each.nbytes, offset + nbytes)
+            if first >= last:
+                break
+            runs.append(Segment(first - offset, last - first, each.file, each.file_offset + first - each.offset))
+        return runs
+
+    def _read(self, file: _OpenFile, at: int, destination: Bytes, straight_to: Bytes | None) -> None:
+        """Read `destination` full from `at` on: straight with O_DIRECT if there is `straight_to`, which has room for
+        all of the first and the last page, else by memory of this thread's."""
+        if not file.is_direct:
             _read_whole(file, at, destination, len(destination))
             return
-        buffer = self._buffer(end - begin)
-        _read_whole(file, begin, buffer[: end - begin], at + len(destination) - begin)
-        np.copyto(destination, buffer[at - begin : at - begin + len(destination)])
+        begin, end = at - at % DIRECT_BYTES, at + len(destination)
+        length = -(-(end - begin) // DIRECT_BYTES) * DIRECT_BYTES
+        held = self._buffer(length) if straight_to is None else straight_to
+        _read_whole(file, begin, held[:length], end - begin)
+        if straight_to is None:
+            np.copyto(destination, held[at - begin : end - begin])
 
     def _buffer(self, nbytes: int) -> Bytes:
         held: Bytes | None = getattr(self._local, "buffer", None)

@@ -6,7 +6,9 @@ afterwards.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +17,20 @@ from kvstore_client.errors import invalid
 from kvstore_client.objects.mapped import MappedObject
 from kvstore_client.objects.sources import ArraySource
 
+if TYPE_CHECKING:
+    from kvstore_cuda.device import CudaDevice
+
 ROWS = "rows"  # the tensor
 
 
-def array_source(rows: npt.NDArray[Any]) -> ArraySource:
+def array_source(rows: npt.NDArray[Any], dtype: str = "") -> ArraySource:
     """Return the source of a table with the array `rows`, of two dimensions or more, the first of which counts rows.
-    Raises KVStoreError(INVALID) for another array.
+    `dtype` is for a type that NumPy lacks, such as "BF16", whose numbers are integers of its width here. Raises
+    KVStoreError(INVALID) for another array.
     """
     if rows.ndim < 2:
         raise invalid(f"a table has rows: an array of two dimensions, got the shape {rows.shape}")
-    return ArraySource({ROWS: rows}, kind="table")
+    return ArraySource({ROWS: rows}, {ROWS: (dtype, rows.shape)} if dtype else None, kind="table")
 
 
 class Table:
@@ -41,6 +47,22 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @contextmanager
+    def registered(self, device: CudaDevice) -> Iterator[int]:
+        """Register the mapping with `device`, and yield the address by which its kernels reach the rows. Copies from
+        the rows are direct meanwhile. No kernel or copy may be under way at the end. Raises DriverError, as on devices
+        that cannot register read-only memory. The daemon's restart changes nothing: the device keeps the former pages.
+        """
+        address = self.mapped.address
+        with device.current():
+            device.register(address, len(self.mapped.content), read_only=True, for_kernels=True)
+        try:
+            with device.current():
+                offset = self.mapped.entry(ROWS).offset
+                yield device.device_pointer(address) + offset
+        finally:
+            device.forget(address, self.rows)
 
     def gather(self, indices: npt.ArrayLike, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return copies of the rows `indices`, in their order, in `out` if it is given. Raises IndexError for a row

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -25,13 +23,9 @@ from kvstore_client.objects.sources import ArraySource
 from kvstore_client.objects.store import ObjectStore, PutObject, open_objects
 from kvstore_client.objects.tables import Table
 from kvstore_connectors.content import item_of_tensor
+from kvstore_connectors.object_tensors import DTYPES, rows_of, tensor_of
 from kvstore_connectors.transformers.fingerprint import inner_model, note_weights
 
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -76,7 +70,7 @@ def load_model(
     mapped = store.map(name)
     config, kind = _described(mapped)
     views = {key: tensor_of(mapped, key) for key in mapped}
-    views |= {key: _tensor(table.rows) for key, table in (tables or {}).items()}
+    views |= {key: rows_of(table) for key, table in (tables or {}).items()}
     model: PreTrainedModel = kind.from_pretrained(None, config=config, state_dict=views, **{"dtype": "auto"} | options)
     generation = mapped.manifest.metadata.get(GENERATION_CONFIG)
     if generation is not None and model.can_generate():
@@ -98,27 +92,3 @@ def _described(mapped: MappedObject) -> tuple[Any, type[PreTrainedModel]]:
     if kind is None:
         raise invalid(f"{mapped.version.name} is a {names[0] or 'model of no named class'}, which Transformers lacks")
     return kind.config_class.from_dict(described), kind
-
-
-def tensor_of(mapped: MappedObject, key: str) -> torch.Tensor:
-    """Return the tensor `key` of an object as a torch tensor where it lies. Raises KeyError, and KVStoreError(INVALID)
-    for a type that torch lacks.
-    """
-    entry = mapped.entry(key)
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise invalid(f"{key} has the type {entry.dtype}, which torch lacks")
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    return _tensor(mapped.raw(key)).view(dtype).reshape(entry.shape)
-
-
-def embedding(table: Table) -> torch.nn.Embedding:
-    """Return an embedding over the rows of `table`, where they lie; its weight cannot be trained."""
-    return torch.nn.Embedding.from_pretrained(_tensor(table.rows), freeze=True)
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)

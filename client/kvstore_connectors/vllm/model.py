@@ -27,6 +27,7 @@ from kvstore_client.paths import cache_directory, write_json
 from kvstore_connectors.vllm.groups import StateGroups, state_groups
 from kvstore_connectors.vllm.identity import Extras, MediaItem
 from kvstore_connectors.vllm.specs import WITHOUT_HYBRID, unserved_spec
+from kvstore_connectors.vllm.stored_weights import FORMAT, objects_digest
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
@@ -200,14 +201,17 @@ def rope_by_length(model: Any) -> dict[str, Any]:
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
-    """Return a text that names the weights that vLLM loaded: `stated` if it is given, or a digest of the weight files.
-    Digests are remembered in the file `memory`. Raises ValueError, with a sentence, if there are no files to read, or
-    if they changed after this process began, so that it may have loaded other bytes.
+    """Return a text that names the weights that vLLM loaded: `stated` if it is given, the digest of their object, or a
+    digest of the weight files. Digests of files are remembered in the file `memory`. Raises ValueError, with a
+    sentence, if there is nothing to read, or if files changed after this process began, so that it may have loaded
+    other bytes.
     """
     if stated:
         return f"stated {stated}"
     model, load = vllm_config.model_config, vllm_config.load_config
     load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == FORMAT:
+        return objects_digest(load, vllm_config.parallel_config.world_size)
     remedy = 'say what they are: kv_connector_extra_config={"weights_digest": "<a name that changes with the weights>"}'
     if load_format not in _READABLE_FORMATS:
         raise ValueError(f"weights loaded by load_format={load_format!r} cannot be read as files; {remedy}")

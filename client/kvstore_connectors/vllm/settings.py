@@ -125,6 +125,22 @@ class VllmEncoderSettings:
     weights_digest: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class VllmWeightsSettings:
+    """The settings of the loader `kvstored`. `object`: the name of the weights, as in `llama` or `llama@2`. `tables`
+    puts tables in the place of parameters: "PARAMETER=OBJECT", separated by spaces. `socket`: the daemon's socket
+    directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). Bringing the weights to DRAM takes at most
+    `load_deadline_ms`. `pool`: as for the connector.
+    """
+
+    object: str = ""
+    tables: str = ""
+    socket: str = ""
+    load_deadline_ms: int = 600_000
+    connect_timeout_ms: int = 5000
+    pool: str = ""
+
+
 def parse_tier_settings(given: Mapping[str, Any]) -> VllmTierSettings:
     """Return the tier's settings in `given`, checked, with defaults for missing keys. Raises ValueError with a sentence
     that names the wrong key.

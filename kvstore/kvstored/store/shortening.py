@@ -85,10 +85,11 @@ class Shortening:
         until_s = np.zeros(len(children), np.int64) if column is None else column[part][children].astype(np.int64)
         until_s[until_s == 0] = NEVER
         until_s[until_s <= now_s] = 0
-        above, at = np.unique(parents[children], return_inverse=True)
-        most_s = np.zeros(len(above), np.int64)
-        np.maximum.at(most_s, at, until_s)
-        for row, needed_s in zip(above.tolist(), most_s.tolist(), strict=True):
+        above = parents[children]
+        order = np.lexsort((until_s, above))
+        above, until_s = above[order], until_s[order]
+        last = np.flatnonzero(np.append(above[1:] != above[:-1], True)[: len(above)])
+        for row, needed_s in zip(above[last].tolist(), until_s[last].tolist(), strict=True):
             self.needed(row, needed_s)
 
     def _apply(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore_client import KVStoreError
 from kvstore_client.memory import Bytes
-from kvstore_client.objects.sources import ArraySource, Source, weights_source
+from kvstore_client.objects.sources import SLACK_BYTES, ArraySource, Source, weights_source
 from kvstore_proto.manifest import NUMPY_DTYPES
 
 
@@ -34,8 +35,12 @@ def safetensors_file(path: Path, tensors: dict[str, np.ndarray[Any, Any]], pad: 
 
 def read_in_pieces(source: Source, piece: int) -> Bytes:
     whole = np.zeros(source.nbytes, np.uint8)
+    buffer = np.frombuffer(mmap.mmap(-1, piece + SLACK_BYTES), np.uint8)
     for first in range(0, source.nbytes, piece):
-        source.fill(first, whole[first : first + piece])
+        buffer[:] = 0xFF  # of the part before
+        wanted = whole[first : first + piece]
+        begin = source.fill(first, len(wanted), buffer)
+        wanted[:] = buffer[begin : begin + len(wanted)]
     return whole
 
 

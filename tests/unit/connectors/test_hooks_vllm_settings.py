@@ -6,11 +6,15 @@ import importlib.util
 import re
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import kvstore_connectors.vllm as door
+from kvstore_connectors.vllm.model import find_weights
 from kvstore_connectors.vllm.settings import VllmConnectorSettings, parse_settings
+from kvstore_connectors.vllm.stored_weights import parse_weights_settings
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,6 +48,33 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(extra: dict[str, object], 
     with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
         parse_settings(extra)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "words"),
+    [
+        ({}, 1, 'say which object has the weights: {"object": "NAME"}'),
+        ({"object": "llama", "table": "x"}, 1, "unknown key 'table'; did you mean 'tables'"),
+        ({"object": "llama"}, 2, "2 workers must load one version: name it, as in llama@1"),
+        ({"object": "llama@1", "tables": "model.embed_tokens.weight=rows"}, 2, "tables are for one worker"),
+        ({"object": "llama", "tables": "model.embed_tokens.weight rows"}, 1, "tables must be PARAMETER=OBJECT"),
+    ],
+)
+def test_settings_of_the_loader_that_make_no_sense_are_refused(given: Any, workers: int, words: str) -> None:
+    with pytest.raises(ValueError, match="model_loader_extra_config") as refused:
+        parse_weights_settings(given, workers)
+    assert words in str(refused.value)
+
+
+def test_weights_of_an_object_that_nobody_can_name_are_an_error(tmp_path: Path) -> None:
+    given = {"object": "llama@2", "socket": str(tmp_path), "connect_timeout_ms": 100}
+    load = SimpleNamespace(load_format="kvstored", model_loader_extra_config=given)
+    config = SimpleNamespace(
+        model_config=None, load_config=load, parallel_config=SimpleNamespace(world_size=2),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"the weights of llama@2 cannot be named"):
+        find_weights(config, "")
+    assert find_weights(config, "mine") == "stated mine"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")

@@ -55,6 +55,9 @@ class Feed:
             return
         keys = split_keys(packed)
         if self._recent.got(tenant, session, keys, found, now_ns):
+            row = self._residency.find(tenant, keys[1]) if found > 1 else -1
+            if row >= 0 and self._residency.parent(row) < 0:
+                self._recent.got_parts(tenant, keys)
             self._requested(tenant, keys, context or _NOT_KNOWN, now_ns)
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:

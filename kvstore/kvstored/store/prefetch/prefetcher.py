@@ -56,6 +56,10 @@ class PrefetchStatus:
     tenants: dict[int, PrefetchFigures]
 
 
+class _Took(dict[tuple[int, int], tuple[int, float]]):
+    """The source, and the seconds of a read, of blocks by tiers and size."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Walked:
     """The missing blocks of a chain when it was looked at; they count as unchanged until `until_s`."""
@@ -158,7 +162,8 @@ class Prefetcher:
                 row = self._end_of(chain)
                 if row < 0:
                     continue  # its put may come yet
-                blocks = await self._missing(row)
+                parts = self._recent.parts(*chain)
+                blocks = await (self._missing_parts(guess.tenant, parts) if parts else self._missing(row))
                 pause_s = (guess.first_s - now_s) / 4 if blocks else AGAIN_S
                 walked = _Walked(blocks, now_s + min(max(pause_s, PLAN_S), AGAIN_S))
             self._walked[chain] = walked
@@ -185,8 +190,7 @@ class Prefetcher:
         ones have made room for it; if there are no others, they are with the engine.
         """
         residency = self._residency
-        mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
-        took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
+        mask, parents, took = residency.rows.mask, residency.rows.parent, _Took()
         blocks: list[UnmappedBlock] = []
         is_end_mapped = residency.mapped in MEMBERS[mask[row]]
         for step in range(1, WALK_BLOCKS):
@@ -194,10 +198,7 @@ class Prefetcher:
             if row < 0 or (is_mapped and (blocks or step > STEPS)):  # blocks near the end make room first
                 break
             if not is_mapped:
-                like = (mask[row], payload_bytes[row])
-                source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
-                if source >= 0:
-                    blocks.append(UnmappedBlock(residency.token(row), residency.slot_bytes(row), source, load_s))
+                blocks += self._unmapped(row, took)
             row = parents[row]
             if step % STEPS == 0 and row >= 0:
                 token = residency.token(row)
@@ -205,6 +206,24 @@ class Prefetcher:
                 row = residency.current(token)
         await asyncio.sleep(0)
         return [] if is_end_mapped and row < 0 else blocks[::-1]
+
+    async def _missing_parts(self, tenant: int, keys: Sequence[bytes]) -> list[UnmappedBlock]:
+        """Return the parts `keys` of an object that are not mapped, in their order, in slices."""
+        residency, took, blocks = self._residency, _Took(), list[UnmappedBlock]()
+        for step, key in enumerate(keys[:WALK_BLOCKS], 1):
+            row = residency.find(tenant, key)
+            if row >= 0 and residency.mapped not in MEMBERS[residency.rows.mask[row]]:
+                blocks += self._unmapped(row, took)
+            if step % STEPS == 0:
+                await asyncio.sleep(0)
+        return blocks
+
+    def _unmapped(self, row: int, took: _Took) -> list[UnmappedBlock]:
+        """Return the block `row` for a plan, or [] if no tier can be read. `took` has what is known of its like."""
+        rows = self._residency.rows
+        like = (rows.mask[row], rows.payload_bytes[row])
+        source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
+        return [UnmappedBlock(rows.token(row), self._residency.slot_bytes(row), source, load_s)] if source >= 0 else []
 
     # Moving
 
@@ -272,9 +291,11 @@ class Prefetcher:
         if hold is None or now_s - hold.renewed_s < RENEWED_S or guess.probability < HOLD_LEAST:
             return
         hold.renewed_s, hold.until_s = now_s, max(hold.until_s, until_s)
-        row = self._end_of((guess.tenant, guess.key))
-        if row >= 0:
-            self._keep(guess.tenant, row, guess.due_s, now_s)
+        chain = (guess.tenant, guess.key)
+        parts = [self._residency.find(guess.tenant, key) for key in self._recent.parts(*chain)[:STEPS]]
+        for row in parts or [self._end_of(chain)]:
+            if row >= 0:
+                self._keep(guess.tenant, row, guess.due_s, now_s)
 
     def _keep(self, tenant: int, row: int, due_s: float, now_s: float) -> None:
         """Let the policy of the mapped tier keep the chain down to `row` until it is due."""

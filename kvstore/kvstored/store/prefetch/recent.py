@@ -21,6 +21,7 @@ SAME_GET_NS = NS_PER_S  # two gets of one session of the same chain within this 
 PUT_AFTER_GET_NS = 600 * NS_PER_S  # what an answer takes to be computed and stored, at most
 PUT_AFTER_PUT_NS = 10 * NS_PER_S  # between the puts of one request
 MARKS_MAX = 16_384  # of one tenant
+PARTS_MAX = 1 << 16  # of one tenant's objects: a terabyte in the largest parts
 TIDIED = 512  # entries a tick: 0.3 ms
 LOOKED_BACK = 64  # blocks of a chain, from its end, at which a request may have ended
 COPIED = 512  # entries of a piece
@@ -37,12 +38,14 @@ class _Tenant:
     """The requests of a tenant. `marks` maps a key at which a put of a request may begin or end to the last key of the
     request and to the time until which the mark is valid. `names` maps the last key of a request to keys of its
     chain, the deepest first: the first key is the last one that was put. `gets` maps session and last key to the
-    time of the get. `deleted` holds blocks that these tables may still name.
+    time of the get. `parts` maps the last key of a get of an object's parts, which are no chain, to all of its keys.
+    `deleted` holds blocks that these tables may still name.
     """
 
     marks: OrderedDict[bytes, tuple[bytes, int]] = field(default_factory=OrderedDict)
     names: OrderedDict[bytes, tuple[bytes, ...]] = field(default_factory=OrderedDict)
     gets: OrderedDict[tuple[int, bytes], int] = field(default_factory=OrderedDict)
+    parts: OrderedDict[bytes, tuple[bytes, ...]] = field(default_factory=OrderedDict)
     deleted: set[bytes] = field(default_factory=set)
     tidying: Iterator[None] | None = None
 
@@ -70,6 +73,19 @@ class RecentRequests:
             _keep(recent.marks, keys[found], mark)
         _keep(recent.names, last, _ladder(keys))
         return True
+
+    def got_parts(self, tenant: int, keys: Sequence[bytes]) -> None:
+        """Note that the blocks `keys` of a get are the parts of an object, none of which continues another."""
+        parts = self._of(tenant).parts
+        parts[keys[-1]] = tuple(keys)
+        parts.move_to_end(keys[-1])
+        while len(parts) > 1 and sum(map(len, parts.values())) > PARTS_MAX:
+            parts.popitem(last=False)
+
+    def parts(self, tenant: int, end: bytes) -> Sequence[bytes]:
+        """Return the keys of all parts of the object whose last part is `end`; () if no such object is known."""
+        recent = self._tenants.get(tenant)
+        return () if recent is None else recent.parts.get(end, ())
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> bool:
         """Note a put of the blocks `keys`, which continue the block `parent`. Return True when it is a new request,
@@ -109,6 +125,7 @@ class RecentRequests:
             for key in keys:
                 recent.marks.pop(key, None)
                 recent.names.pop(key, None)
+                recent.parts.pop(key, None)
             recent.deleted.update(keys)
 
     def ends(self) -> Iterator[Array]:
@@ -155,6 +172,10 @@ def _tidied(recent: _Tenant) -> Iterator[None]:
         names = recent.names.get(end, ())
         if not deleted.isdisjoint(names):
             recent.names[end] = tuple(name for name in names if name not in deleted)
+    for end, parts in list(recent.parts.items()):
+        yield
+        if not deleted.isdisjoint(parts):
+            recent.parts.pop(end, None)
     for at, key in enumerate(list(recent.marks)):
         if at % TIDIED == TIDIED - 1:
             yield
