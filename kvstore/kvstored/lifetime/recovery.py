@@ -49,7 +49,7 @@ def _keep(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind
         return
     said = np.flatnonzero(blocks.kept)
     tenants = np.array([kind.tenant for kind in kinds])[blocks.origin[said]]
-    for tenant in np.flatnonzero(np.bincount(tenants)).tolist():  # np.unique imports numpy.ma first: 0.1 s
+    for tenant in np.flatnonzero(np.bincount(tenants)).tolist():  # np.unique imports numpy.ma first: 8 ms
         ours = said[tenants == tenant]
         rows = residency.find_column(tenant, np.ascontiguousarray(blocks.key[ours]).view("V16").reshape(-1))
         is_here = rows >= 0
