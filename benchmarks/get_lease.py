@@ -60,7 +60,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _nvme_us(rounds: int) -> list[tuple[str, float]]:
-    """Return the same for a put of blocks that go to NVMe too, and for a get that brings them back from there."""
+    """Return that time for a put of blocks that go to NVMe too, and for a get that brings them back from there."""
     data, used = payloads(BLOCKS, SMALL_BLOCK_BYTES), dict[str, list[float]](put=[], get=[])
     with bench_daemon(SETTINGS[0], "nvme.capacity=1GiB") as daemon, daemon.connect(model(SMALL_BLOCK_BYTES)) as session:
         wait_mapped()

@@ -1,4 +1,4 @@
-"""How transfers end, and who is told: one at a time, or many at once.
+"""The outcomes of transfers, and the functions that get them: one at a time, or many at once.
 
 Invariant: a completion is called exactly once.
 """

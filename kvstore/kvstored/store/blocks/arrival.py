@@ -111,7 +111,6 @@ class Arrival:
         With `filling` they are readable only after `publish_run`. Raises RuntimeError for a key that has a row already.
         """
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
-        readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
         kind = self.kind_number((tenant, fingerprint_id, group))
         depth = rows.depth[parent] + 1 if parent >= 0 else 0
         free = rows.reserve(len(keys))
@@ -121,9 +120,9 @@ class Arrival:
                 each.grow(rows.capacity)
         row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, recall = copies.state, copies.kids, ghost.accesses
-        entered, where, is_now = (unreadable, rows.filling, _FILLING) if filling else (readable, mask, _STORED)
-        bit = ONLY[tier]
+        state, kids, recall = copies.state, copies.kids, index.ghost.accesses
+        entered = index.unreadable if filling else index.readable
+        where, is_now, bit = rows.filling if filling else mask, _FILLING if filling else _STORED, ONLY[tier]
         self._view.changes += 1
         found: list[int] = []
         stored = [] if index.has_none_of(keys) else [key for key in keys if index.row(key) >= 0]

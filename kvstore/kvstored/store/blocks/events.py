@@ -97,8 +97,8 @@ class PresenceListener(Protocol):
     """A listener to every change of the tiers from which a block can be read."""
 
     def changed(self, tenant: int, rows: Sequence[int]) -> None:
-        """Note that the tiers in which the blocks `rows` of `tenant` can be read have changed. The rows are still those
-        of these blocks.
+        """Note that the tiers in which the blocks `rows` of `tenant` can be read have changed. No row is another
+        block's yet.
         """
 
 
