@@ -180,7 +180,7 @@ class MortalDaemon:
     def connect_as(self, tenant: str, fingerprint: Fingerprint) -> Session:
         """A session at the tenant's own socket."""
         return kvstore_client.connect(
-            self.own_socket(tenant), fingerprint=fingerprint, required=True, deadline_s=20.0, connect_timeout_s=10.0,
+            self.own_socket(tenant), fingerprint=fingerprint, required=True, deadline_s=20.0, connect_timeout_s=60.0,
             staging_bytes=1 << 20,
         )  # fmt: skip
 

@@ -4,7 +4,8 @@ to live, weights, reloads, and now and then a full disk.
 Owns rounds of some seconds: threads are clients of a keeper and of guests; the operator replaces guests, reloads, sets,
 bumps and drops. After each round nothing is connected, and the kernel says what the daemon's processes have. The judge
 is the model of bytes, the keeper's pinned chain, the daemon's walk over its books, and growth from the second quarter
-of the rounds to the last. The disk is full by RLIMIT_FSIZE (EFBIG), under which shared memory cannot grow either.
+of the rounds to the last; slabs may grow within the capacity of their tier. The disk is full by RLIMIT_FSIZE (EFBIG),
+under which shared memory cannot grow either.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ KEEPER, GUESTS, CLIENTS, BLOCKS, CHAINS = "keeper", 3, 4, 6, 120
 ROUND_S, SETTLED_S, FULL_S, TTL_S = 8.0, 60.0, 1.5, 1.0
 FULL_BYTES = 1 << 20
 ROUNDS_JUDGED = 12
+SLABS_BYTES = (48 << 20) + (1 << 20)  # nvme.capacity, and what a file system adds; they fill it for half an hour
 ALLOWED = {"memory_bytes": 32 << 20, "descriptors": 24, "threads": 8, "disk_bytes": 8 << 20}  # of growth
 
 
@@ -79,7 +81,7 @@ class ChurnedDaemon(MortalDaemon):
 
     def used(self) -> dict[str, int]:
         """Return what the kernel says that the daemon's processes have."""
-        mark, used = os.fsencode(self.directory) + b"/", dict.fromkeys(ALLOWED, 0)
+        mark, used = os.fsencode(self.directory) + b"/", dict.fromkeys((*ALLOWED, "slab_bytes"), 0)
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if mark in (path / "cmdline").read_bytes() and path.name != str(os.getpid()):
@@ -87,8 +89,11 @@ class ChurnedDaemon(MortalDaemon):
                     used["memory_bytes"] += int(status.partition("RssAnon:")[2].split()[0]) * 1024
                     used["threads"] += int(status.partition("Threads:")[2].split()[0])
                     used["descriptors"] += len(os.listdir(path / "fd"))
-        files = [each for each in self.state_dir.rglob("*") if each.is_file()]
-        return used | {"disk_bytes": sum(each.stat().st_blocks * 512 for each in files)}
+        for path in self.state_dir.rglob("*"):
+            with suppress(OSError):  # files come and go
+                name = "slab_bytes" if path.suffix == ".slab" else "disk_bytes"
+                used[name] += path.stat().st_blocks * 512 if path.is_file() else 0
+        return used
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:
@@ -106,6 +111,8 @@ def torture(assignment: Assignment, figures: Figures) -> None:
             scene.round(min(ROUND_S, max(clock.left_s, TTL_S)))
             scene.judge(kept)
             seen.append(daemon.used())
+            if seen[-1]["slab_bytes"] > SLABS_BYTES:
+                figures.fail("soak_wrong", f"slabs take {seen[-1]['slab_bytes']} bytes of {SLABS_BYTES}")
             figures.add("soak_rounds")
             figures.heartbeat(now=True)
         for name, allowed in ALLOWED.items():

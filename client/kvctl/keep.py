@@ -142,7 +142,7 @@ def _terms(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if arguments.command == "ttl":
         return {"ttl_s": arguments.ttl}, f"expire in {arguments.ttl} s:" if arguments.ttl else "never expire:"
     if arguments.command == "unpin":
-        return {"unpin": arguments.owner}, f"{arguments.owner} does not pin any more:"
+        return {"unpin": arguments.owner}, f"{arguments.owner} pins none of"
     end = {} if arguments.for_s is None else {"pin_ttl_s": arguments.for_s}
     return {"pin": arguments.owner, **end}, f"{arguments.owner} pins"
 

@@ -16,11 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_cuda.native_library import NativeLibrary, has_avx2
+from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86
 
 NATIVE_VARIABLE = "KVSTORED_NATIVE_COPIES"  # 0: none
 HASHED_MIN_BYTES = 241  # the compiled hash is for more bytes than xxh3 has short forms for
 PAST_CACHES_BYTES = 128 * 1024  # what is shorter is copied as quickly by anyone
+_NAME, _FOLDER, _SOURCE = "host-copies", Path(__file__).parent, "host_copies.cpp"
+
+
+def ship() -> None:
+    """Compile the library beside its source, for machines without a compiler. Raises BuildError."""
+    from kvstore_cuda.native_build import AVX2, Unit, ship_library
+
+    if is_x86():
+        ship_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)])
 
 
 def _made() -> ct.CDLL:
@@ -28,7 +37,7 @@ def _made() -> ct.CDLL:
 
     if not has_avx2():
         raise BuildError("this processor has no AVX2")
-    found = ct.CDLL(str(build_library("host-copies", Path(__file__).parent, [Unit("host_copies.cpp", AVX2)])))
+    found = ct.CDLL(str(build_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)])))
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
     found.kv_copy_and_hash.argtypes, found.kv_copy_and_hash.restype = (place, place, size), ct.c_uint64
@@ -37,7 +46,7 @@ def _made() -> ct.CDLL:
     return found
 
 
-native = NativeLibrary("host-copies", NATIVE_VARIABLE, "payloads are copied", _made, logging.INFO)
+native = NativeLibrary(_NAME, NATIVE_VARIABLE, "payloads are copied", _made, logging.INFO)
 
 
 def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:

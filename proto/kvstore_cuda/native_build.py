@@ -1,8 +1,9 @@
-"""Compiles C++ sources into a shared library, once, in the user's cache directory.
+"""Compiles C++ sources into a shared library, once, in the user's cache directory; or ships it beside its sources.
 
-The module owns the compiler calls and the cached file's name, which holds a digest of sources, compiler and flags. The
-caller chooses the sources, and the flags of each. A cache directory that unlike machines share serves each of them: the
-flags say for which instructions a unit is compiled.
+The module owns the compiler calls and the file's name, which holds a digest of sources and flags, and in the cache of
+the compiler too. A package for machines without a compiler ships libraries that its build has made (`ship_library`).
+The caller chooses the sources, and the flags of each. A cache directory that unlike machines share serves each of them:
+the flags say for which instructions a unit is compiled.
 """
 
 import contextlib
@@ -50,13 +51,27 @@ class BuildError(RuntimeError):
 
 
 def build_library(name: str, folder: Path, units: Sequence[Unit], headers: Sequence[str] = ()) -> Path:
-    """Return the path of the shared library `name` of `units`; compile it (some seconds) if the cache has none. Sources
-    and the `headers` that they include are in `folder`. Raises BuildError."""
+    """Return the path of the shared library `name` of `units`; compile it (some seconds) if it was not shipped and the
+    cache has none. Sources and the `headers` that they include are in `folder`. Raises BuildError."""
+    shipped = _shipped(name, folder, units, headers)
+    if shipped.exists():
+        return shipped
     compiler = _compiler()
-    target = cache_folder() / f"{name}-{_digest(compiler, folder, units, headers)}.so"
+    texts = (*compiler.compile, _version(compiler.version))
+    target = cache_folder() / f"{name}-{_digest(folder, units, headers, texts)}.so"
     if not target.exists():
         _build(compiler, folder, units, target)
     return target
+
+
+def ship_library(name: str, folder: Path, units: Sequence[Unit], headers: Sequence[str] = ()) -> None:
+    """Compile the shared library `name` into `folder`, beside its sources, for `build_library` of machines that have no
+    compiler. Raises BuildError."""
+    _build(_compiler(), folder, units, _shipped(name, folder, units, headers))
+
+
+def _shipped(name: str, folder: Path, units: Sequence[Unit], headers: Sequence[str]) -> Path:
+    return folder / f"{name}-{_digest(folder, units, headers)}.so"
 
 
 def _compiler() -> _Compiler:
@@ -77,12 +92,11 @@ def _compiler() -> _Compiler:
     return _Compiler((zig, "c++", "-target", target), (zig, "ld.lld", "-shared", "-z", "now", "-s"), (zig, "version"))
 
 
-def _digest(compiler: _Compiler, folder: Path, units: Sequence[Unit], headers: Sequence[str]) -> str:
+def _digest(folder: Path, units: Sequence[Unit], headers: Sequence[str], compiler: Sequence[str] = ()) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for name in (*dict.fromkeys(unit.source for unit in units), *headers):
         digest.update((folder / name).read_bytes())
-    texts = (*compiler.compile, _version(compiler.version), platform.machine(), *FLAGS, *(str(unit) for unit in units))
-    for text in texts:
+    for text in (*compiler, platform.machine(), *FLAGS, *(str(unit) for unit in units)):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 

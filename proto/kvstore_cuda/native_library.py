@@ -62,9 +62,14 @@ class NativeLibrary:
             self.ended.set()
 
 
+def is_x86() -> bool:
+    """Return whether the processor is an x86-64 one."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def processor_flags() -> frozenset[str]:
     """Return the names of the instructions that this x86-64 processor has; none on another one."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not is_x86():
         return frozenset()
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
         return frozenset(next((line for line in file if line.startswith("flags")), "").split())

@@ -163,6 +163,7 @@ def test_pins_and_times_to_live_by_prompt_key_model_and_tenant(fingerprint: str,
         assert kvctl.json(["pin", "c", "--tenant", ME, "--key", leaf, "--below"])["blocks"] == 2
         assert [owners for *_, owners in facts() if owners != ["a"]] == [["b"], ["b", "c"], ["c"]]
         assert kvctl.json(["unpin", "c", "--tenant", ME, "--all"])["blocks"] == 2 * BLOCKS
+        assert "nobody pins none of 6 blocks" in kvctl(["unpin", "nobody", "--tenant", ME, "--all"]).out
         assert kvctl.json(["ttl", "3600", "--tenant", ME, "--model", MODEL.model_name])["blocks"] == 2 * BLOCKS
         assert all(expires for _, expires, _ in facts())
         kvctl(["ttl", "0", "--tenant", ME, "--key", leaf[:12]])

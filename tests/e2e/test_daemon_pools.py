@@ -13,12 +13,14 @@ import grpc
 import pytest
 
 from kvstore_client import KVStoreError, Session
+from kvstore_proto.lookup_index import IndexState, read_state
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as kv
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
-from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
+from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
+from tests.reference.kvctl import Kvctl
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.unary_client import by_tokens, names, unary_client
@@ -154,6 +156,12 @@ def test_a_publisher_s_quota_is_its_and_its_pool_s(daemon: RunningDaemon) -> Non
             assert status["author"].host_bytes + status["prompts"].host_bytes <= MOST * BLOCK_BYTES
 
 
+def test_an_operator_who_sets_a_pool_is_told_whom_to_set(daemon: RunningDaemon, capfdbinary: Any) -> None:
+    for command in (["set", "prompts", "--max", "4MiB"], ["reset", "prompts"]):
+        refused = Kvctl(daemon, capfdbinary)(["tenants", *command], exit_code=1).err
+        assert "'prompts' is a shared pool" in refused and "set tenant 'author'" in refused
+
+
 def test_who_is_listed_no_more_reads_no_more(daemon: RunningDaemon) -> None:
     with pool_of(daemon, "author") as author, RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
         put_conversation(author, 1, 3)
@@ -165,6 +173,52 @@ def test_who_is_listed_no_more_reads_no_more(daemon: RunningDaemon) -> None:
         assert found_blocks(author, 1, 3) == 3, "a publisher stays connected"
         with pool_of(daemon, "stranger") as now:
             assert found_blocks(now, 1, 3) == 3
+
+
+def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon: RunningDaemon) -> None:
+    """Nor in what a process keeps whose connection has ended long before; the others lose nothing."""
+    before, after = payloads_of(1, 3, MODEL)[0].tobytes(), payloads_of(2, 1, MODEL)[0].tobytes()
+    with pool_of(daemon, "author") as author:
+        put_conversation(author, 1, 3)
+        with RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
+            arenas, table = [], reader.shake(hs.ClientPacket(lookup_index=hs.LookupIndexRequest()))[1]
+            for number in reader.welcome.arena_ids:
+                grant, descriptor = reader.shake(hs.ClientPacket(arena=hs.ArenaRequest(arena_id=number)))
+                arenas.append(mmap.mmap(descriptor, grant.arena.size_bytes, prot=mmap.PROT_READ))
+        assert any(arena.find(before) >= 0 for arena in arenas)
+        assert daemon.config is not None
+        daemon.config.write_text(listing(POOL.replace('["reader"]', '["stranger"]')))
+        daemon.ask("Reload", admin_pb2.ReloadRequest())
+        put_conversation(author, 2, 1)
+        with pool_of(daemon, "stranger") as now:
+            assert (found_blocks(now, 1, 3), found_blocks(now, 2, 1)) == (3, 1)
+            with now.get(tokens_of(1, 3)) as lease:
+                assert holds(lease, payloads_of(1, 3, MODEL))
+        assert all(arena.find(after) < 0 for arena in arenas)
+        assert read_state(os.pread(table, 4096, 0)) != IndexState.SERVING
+    for descriptor in arenas:
+        descriptor.close()
+    os.close(table)
+
+
+def test_pins_of_a_publisher_and_its_pool_leave_another_tenant_its_minimum(daemon: RunningDaemon) -> None:
+    """Both count together, and nothing that is pinned takes the room that is guaranteed to a tenant."""
+    assert daemon.config is not None
+    least = listing().replace(f"host_max = {MOST * BLOCK_BYTES}\n", "")
+    daemon.config.write_text(least.replace('"stranger"\n', '"stranger"\nhost_min = "8MiB"\n'))
+    daemon.ask("Reload", admin_pb2.ReloadRequest())
+    pinned, blocks = 0, 32
+    for own, pool in (("author", "prompts"), ("author", ""), ("reader", "")):
+        with daemon.connect(MODEL, own=own, pool=pool) as session, pytest.raises(KVStoreError, match="unpin some"):
+            for number in range(1000):
+                put_conversation(session, 1 + number, blocks, pin="x")
+                pinned += blocks
+    with daemon.connect(MODEL, own="stranger") as stranger:
+        for number in range(16):
+            put_conversation(stranger, 1 + number, blocks)
+        room = (8 << 20) // BLOCK_BYTES // blocks
+        assert sum(found_blocks(stranger, 16 - number, blocks) for number in range(room)) == room * blocks
+    assert 0 < pinned * BLOCK_BYTES <= 12 << 20  # three quarters of 32 - 8 of staging - 8 MiB
 
 
 def test_unary_calls_name_a_pool(daemon: RunningDaemon) -> None:

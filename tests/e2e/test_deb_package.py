@@ -77,6 +77,8 @@ def later(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     control = work / "tree/DEBIAN/control"
     lines = control.read_text().splitlines(keepends=True)
     control.write_text("".join("Version: 99.0\n" if line.startswith("Version:") else line for line in lines))
+    with (work / "tree/etc/kvstored/kvstored.toml").open("a") as settings:
+        settings.write("# of a later version\n")
     version = next((work / "tree").rglob("kvstore_proto/_version.py"))
     version.write_text('VERSION = "99.0"\n')
     subprocess.run(
@@ -170,6 +172,13 @@ def test_from_a_fresh_debian_to_a_served_hit_in_three_commands(debian: BootedDeb
     assert debian.say("kvctl", "get", "--name", "greeting") == debian.say("cat", "/etc/os-release")
 
 
+def test_the_package_brings_compiled_copies_and_codecs(debian: BootedDebian) -> None:
+    look = "from kvstore_cuda import host_copies, native_library as n; from kvstore_tiers.codecs import native; "
+    look += "assert not n.has_avx2() or host_copies.native.wait(); assert native.wait_for_library()"
+    assert debian.run("sh", "-c", "command -v g++ c++ clang++").returncode, "nothing can be compiled there"
+    debian.say("/usr/lib/kvstored/bin/python3", "-c", look)
+
+
 def test_the_packages_own_test_passes(debian: BootedDebian) -> None:
     script = ROOT / "deploy/debian/tests/serves"
     (debian.root / "tmp/serves").write_text(script.read_text())
@@ -201,6 +210,28 @@ def test_no_request_fails_and_no_block_leaves_dram(
         asked = load.done + 2 * len(_PROMPTS)
         assert eventually(lambda: load.done > asked, 60.0)
     assert load.failed == []
+
+
+def test_an_upgrade_that_asks_about_a_changed_configuration_leaves_the_daemon_serving(
+    debian: BootedDebian, package: Path, later: Path
+) -> None:
+    """Dpkg gets no answer without a terminal: the daemon of before serves on. The operator's file stays with the usual
+    option, by which the next attempt goes through."""
+    file, daemon = "/etc/kvstored/kvstored.toml", _pid(debian, "kvstored")
+    debian.say("cp", file, "/tmp/untouched.toml")
+    debian.say("sh", "-c", f"echo '# of the operator' >>{file}")
+    asks = debian.run("sh", "-c", f"dpkg --install /tmp/{later.name} </dev/null")
+    assert asks.returncode and "conffile" in asks.stderr + asks.stdout
+    assert debian.say("kvctl", "get", "--name", "greeting") == debian.say("cat", "/etc/os-release")
+    assert _pid(debian, "kvstored") == daemon
+    debian.say("dpkg", "--force-confold", "--configure", "kvstored")
+    assert eventually(lambda: debian.run("kvctl", "ping").returncode == 0, 60.0)
+    assert _kvctl(debian, "status")["version"] == "99.0"
+    assert "# of the operator" in debian.say("cat", file) and "later" in debian.say("cat", f"{file}.dpkg-dist")
+    debian.say("rm", f"{file}.dpkg-dist")
+    debian.say("cp", "/tmp/untouched.toml", file)
+    debian.say("dpkg", "--force-confnew", "--install", f"/tmp/{package.name}")
+    assert eventually(lambda: debian.run("kvctl", "ping").returncode == 0, 60.0)
 
 
 def test_the_first_client_starts_a_stopped_daemon(debian: BootedDebian) -> None:

@@ -50,9 +50,10 @@ def test_a_coarser_codec_changes_more_and_no_codec_nothing(
     fine, coarse = (_report(tiny, text, capsys, codec)["all"] for codec in ("int8", "int4"))
     assert fine["positions"] == coarse["positions"] == 64
     assert 0 < fine["kl"] < coarse["kl"] and fine["top1_percent"] >= 95
-    monkeypatch.setattr(StoredForm, "through", lambda self: lambda payload: payload)
+    assert 1.5 < fine["ratio"] < 2 < coarse["ratio"] < 4
+    monkeypatch.setattr(StoredForm, "through", lambda self: lambda payload: (payload, payload.size))
     same = _report(tiny, text, capsys)["all"]
-    assert (same["kl"], same["top1_percent"], same["greedy_percent"]) == (0, 100, 100)
+    assert (same["kl"], same["top1_percent"], same["greedy_percent"], same["ratio"]) == (0, 100, 100, 1)
 
 
 @pytest.mark.slow
@@ -74,6 +75,7 @@ def test_a_layer_that_bears_no_loss_stays_exact_in_a_daemon_with_the_profile_of_
     report = _report(model, text, capsys, "int4", "--profile", str(profile), "--bound", "2e-7")
     assert {"layer 1 k: exact", "layer 1 v: exact", "layer 0 k: int4", "layer 2 v: int4"} <= report.keys()
     assert report["all, by the profile"]["kl"] < report["all"]["kl"] / 100
+    assert 1 < report["all, by the profile"]["ratio"] < report["all"]["ratio"]
     with GGUFFile.open(model) as file:
         weights = file.weights_digest()
     group = LayerGroup(0, layers=(0, 1, 2), bytes_per_token_per_layer=2 * 2 * 16 * 2, heads=2)

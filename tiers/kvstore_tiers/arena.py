@@ -26,6 +26,7 @@ from kvstore_tiers.image import erase_header, mark_retired
 from kvstore_tiers.segments import Bytes, view_at
 
 _WRITABLE = "+w"
+_SHUT = "-"
 _new_slot = tuple.__new__  # half the time of Slot's own
 _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
@@ -99,6 +100,11 @@ class ChunkWitness(ArenaWitness, Protocol):
 def writable_owner(owner: str) -> str:
     """Return the owner's name for arenas that clients of the tenant `owner` may write to: `owner` with a suffix."""
     return owner + _WRITABLE
+
+
+def open_owner(owner: str) -> str:
+    """Return the owner in the name that an arena has after `shut`; another name is returned as it is."""
+    return owner.replace(_SHUT, "")
 
 
 class ArenaHome(NamedTuple):
@@ -251,6 +257,14 @@ class Arena(ArenaMemory):
         """
         self.require_out(slot)
         mark_retired(self.segment(slot))
+
+    def shut(self) -> None:
+        """Let this arena belong to nobody who asks for room, since processes map it that shall see no later block. Its
+        blocks stay until they are evicted or moved; no later process takes it over."""
+        name, writable, _ = open_owner(self.owner).partition(_WRITABLE)
+        self.owner = name + _SHUT + writable
+        if self._witness is not None:
+            self._witness.given_up(self.number)
 
     def require_out(self, slot: Slot) -> None:
         """Raise RuntimeError unless `slot` is allocated in this arena in exactly its generation."""

@@ -7,10 +7,9 @@ taken over (`adopt`, by way of `adoption`). Arenas are lent to tiers of device m
 to them in place, and asked back before their memory is given back. A device registers all of an arena, which makes the
 system provide its memory: so one is lent when all of it is in use or prefaulted, and nothing of it is inherited from
 another arena any more. A payload that a client has written into its slot (`arena.writable_owner`) is stored by a
-`write` whose only segment is the slot's own payload: nothing is copied, and from then on the checksum identifies the
-block. Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and
-its memory is not given back before each borrower has returned it (`Arena.release`); no header in memory that clients
-can write is believed.
+`write` whose only segment is the slot's own payload: nothing is copied, and its checksum identifies the block from then
+on. Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and its
+memory is not given back before each borrower has returned it; no header in memory that clients can write is believed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
-from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
+from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness, open_owner
 from kvstore_tiers.arena_memory import ArenaMode
 from kvstore_tiers.base import (
     UNCODED,
@@ -133,14 +132,12 @@ class HostTier(ContainerTier):
         self._transfers = HostTransfers(f"{name}-copy", copy_threads, self._counters, self._arenas.of)
         self._closed = False
 
-    # -- places ------------------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
         return next(iter(self.allocate_run(1, nbytes, owner)), None)
 
     def allocate_run(self, most: int, nbytes: int, owner: str = "") -> list[Slot]:
         require_slot_size(nbytes)
-        found: list[Slot] = []
+        owner, found = open_owner(owner), list[Slot]()
         while len(found) < most and not self._closed:
             if (arena := self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))) is None:
                 break
@@ -229,6 +226,13 @@ class HostTier(ContainerTier):
         """True if the system has provided the memory of all arenas."""
         return all(arena.populated_bytes == arena.nbytes for arena in self._arenas)
 
+    def shut(self, owner: str) -> None:
+        """Put no more blocks into the arenas that `owner` has now (`Arena.shut`), except sealed ones."""
+        for arena in self._arenas:
+            if arena.owner == owner and arena.mode == "owned":
+                self._arenas.forget_room(arena)
+                arena.shut()
+
     def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
         """Make the system provide up to `budget_bytes` of arena memory now, before puts need it. Return the bytes
         provided so far and the bytes of all arenas. One background thread at a time may call it."""
@@ -243,8 +247,6 @@ class HostTier(ContainerTier):
                     break
                 self._lending.offer(arena)
             return sum(arena.populated_bytes for arena in self._arenas), sum(arena.nbytes for arena in self._arenas)
-
-    # -- transfers ---------------------------------------------------------------------------------------------------
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.store(slot, header, segments, done)
@@ -324,8 +326,6 @@ class HostTier(ContainerTier):
                 part_with(arena)
             self._arenas.clear()
         self._arenas.charges.clear()
-
-    # -- arenas ------------------------------------------------------------------------------------------------------
 
     def _arena_for(self, nbytes: int, owner: str) -> Arena | None:
         """Return an arena with room, in the order of falling preference: an empty one of this owner, new memory,

@@ -89,7 +89,7 @@ def _add_quality(commands: Commands) -> None:
         help="measure how much a codec of the store changes a model's answers",
         description="Compute the next tokens after a prefix of 512 tokens, once on its own K and V, and once on what a "
         "codec gives back of them; print the mean KL divergence, how often the likeliest token is the same, and how "
-        "often greedy continuations are.",
+        "often greedy continuations are, and the bytes put for a byte stored.",
         epilog=f"""examples:
   kvengine quality --model smollm2-135m-instruct:q8_0 --codec int8
   kvengine quality --model gemma-3-270m:q8_0 --codec int4 --windows 1 --by-layer --json

@@ -35,7 +35,7 @@ from kvstore_engine.tokenizer import Tokenizer
 
 _POOL_BLOCK_TOKENS = 16
 _CHARACTERS_A_TOKEN = 6  # at most, in what is cut from a text
-_COLUMNS = ("OF", ">POSITIONS", ">KL (nats)", ">TOP-1 %", ">GREEDY %")
+_COLUMNS = ("OF", ">POSITIONS", ">KL (nats)", ">TOP-1 %", ">GREEDY %", ">RATIO")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -133,5 +133,6 @@ def _print(options: argparse.Namespace, rows: Mapping[str, Difference]) -> None:
     for name, difference in rows.items():
         said = difference.report()
         greedy = f"{said['greedy_percent']:.1f}" if difference.continuations else "-"
-        cells.append([name, str(said["positions"]), f"{said['kl']:.6f}", f"{said['top1_percent']:.2f}", greedy])
+        figures = [f"{said['kl']:.6f}", f"{said['top1_percent']:.2f}", greedy, f"{said['ratio']:.3f}"]
+        cells.append([name, str(said["positions"]), *figures])
     print(render_table(_COLUMNS, cells))

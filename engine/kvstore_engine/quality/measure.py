@@ -20,18 +20,22 @@ BLOCK_TOKENS, PREFIX_TOKENS = 64, 512
 STEP_TOKENS = 64
 Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.int32]
-Through = Callable[[Bytes], Bytes]  # a payload, as the store gives it back
+Through = Callable[[Bytes], tuple[Bytes, int]]  # a payload: as the store gives it back, and the bytes that it keeps
 
 
 @dataclass
 class Difference:
-    """The counts of a measurement: sums over `positions`, and greedy continuations that were equal."""
+    """The counts of a measurement: sums over `positions`, greedy continuations that were equal, and the bytes of
+    payloads as they were put and as they were stored.
+    """
 
     positions: int = 0
     kl: float = 0.0
     agreed: int = 0
     continuations: int = 0
     equal: int = 0
+    put_bytes: int = 0
+    stored_bytes: int = 0
     kl_of_windows: list[float] = field(default_factory=list)
 
     def add(self, exact: npt.NDArray[np.float32], lossy: npt.NDArray[np.float32]) -> None:
@@ -49,15 +53,18 @@ class Difference:
         self.agreed += other.agreed
         self.continuations += other.continuations
         self.equal += other.equal
+        self.put_bytes += other.put_bytes
+        self.stored_bytes += other.stored_bytes
 
     def report(self) -> dict[str, float]:
-        """Return mean KL in nats, the share of positions with the same likeliest token in %, and of equal greedy
-        continuations in %."""
+        """Return mean KL in nats, the share of positions with the same likeliest token in %, of equal greedy
+        continuations in %, and the bytes put divided by the bytes stored."""
         return {
             "positions": self.positions,
             "kl": self.kl / max(1, self.positions),
             "top1_percent": 100 * self.agreed / max(1, self.positions),
             "greedy_percent": 100 * self.equal / self.continuations if self.continuations else 100.0,
+            "ratio": self.put_bytes / self.stored_bytes if self.stored_bytes else 1.0,
         }
 
 
@@ -85,8 +92,8 @@ class Comparison:
             firsts = range(PREFIX_TOKENS, PREFIX_TOKENS + self._next_tokens, STEP_TOKENS)
             expected = [self._logits(tokens[first : first + STEP_TOKENS], first, exact) for first in firsts]
             for through in throughs:
-                self._restore(exact, lossy, through)
                 difference = Difference()
+                self._restore(exact, lossy, through, difference)
                 for first, logits in zip(firsts, expected, strict=True):
                     difference.add(logits, self._logits(tokens[first : first + STEP_TOKENS], first, lossy))
                 if self._greedy_tokens:
@@ -105,13 +112,18 @@ class Comparison:
             piece = tokens[first : min(first + step, PREFIX_TOKENS)]
             self._executor.forward([SequenceSlice(piece, first, table, "last")])
 
-    def _restore(self, exact: Tokens, lossy: Tokens, through: Through) -> None:
-        """Fill the blocks `lossy` of the prefix with what `through` makes of the blocks `exact`."""
+    def _restore(self, exact: Tokens, lossy: Tokens, through: Through, counts: Difference) -> None:
+        """Fill the blocks `lossy` of the prefix with what `through` makes of the blocks `exact`; add the bytes to
+        `counts`.
+        """
         each = BLOCK_TOKENS // self._pool.block_tokens
         payload = np.empty(self._pool.payload_bytes(each), np.uint8)
         for first in range(0, PREFIX_TOKENS // self._pool.block_tokens, each):
             self._pool.gather_block(exact[first : first + each], payload)
-            self._pool.scatter_block(through(payload), lossy[first : first + each])
+            back, stored_bytes = through(payload)
+            self._pool.scatter_block(back, lossy[first : first + each])
+            counts.put_bytes += payload.size
+            counts.stored_bytes += stored_bytes
 
     def _logits(self, tokens: Tokens, start: int, table: Tokens) -> npt.NDArray[np.float32]:
         return self._executor.forward([SequenceSlice(tokens, start, table, "all")])

@@ -57,12 +57,12 @@ class StoredForm:
         return [Part(layer, name) for layer in self._fingerprint.groups[0].layers for name in self._profiles.PARTS]
 
     def through(self, chosen: dict[Part, str] | None = None) -> Through:
-        """Return what the codec makes of a payload: of the parts in `chosen`, each with the codec that it has there,
-        and no other; None: of all of them."""
+        """Return a function of a payload: what the codec gives back of it, and the bytes that it stores. It changes the
+        parts in `chosen`, each with the codec that it has there, and no other; None: all of them."""
         given = None if chosen is None else self._profile(chosen, 0.0)
         group = self._fingerprint.groups[0]
 
-        def changed(payload: Bytes) -> Bytes:
+        def changed(payload: Bytes) -> tuple[Bytes, int]:
             shape = self._shapes.payload_shape(self._fingerprint, group.group_id, payload.size)
             if shape is not None and given is not None:
                 shape = shape._replace(bears=given.bears(group.layers, shape))
@@ -72,7 +72,7 @@ class StoredForm:
                 self._codec.decode(room.data[: encoded.nbytes], back.data)
             elif given is None:
                 raise UsageError(f"codec {self._name} has no form for this model's blocks")
-            return back
+            return back, encoded.nbytes or payload.size
 
         return changed
 

@@ -6,7 +6,7 @@ The module owns the list; the part that has a setting gives it its effect. docs/
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
@@ -19,6 +19,7 @@ from kvstored.clients.tenants.directory import uid_of
 from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import Tokens, names_in, read_tokens
 from kvstored.config import Config, ConfigError
+from kvstored.config.schema import TenantSection
 from kvstored.config.tiers import TierSection
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
@@ -26,6 +27,7 @@ from kvstored.store.transfer.resize import TierResize
 
 POLICY = frozenset({"policy", "ttl_s", "keep_worth"})  # of each tier
 CERTIFICATE = frozenset({"unary.tls_cert", "unary.tls_key", "unary.tls_client_ca"})
+_USERS = ("uids", "gids", "cgroups", "readers")  # who may map a tenant's memory; a certificate's owner maps none
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,18 @@ class LiveTenants:
         self._shares.set_all()
         self._own_sockets.follow(config.tenants)
         self._sessions.renew_tenants()
-        left = self._handshake.hang_up(self._is_another_now)
+        narrowed = _narrowed(former[0], config.tenants)
+        shut_out = {tenant.index_name for tenant in tenants.all() if tenant.name in narrowed}
+
+        def is_another(session: ClientSession) -> bool:
+            if self._is_another_now(session):
+                shut_out.add(session.tenant.index_name)
+                return True
+            return False
+
+        left = self._handshake.hang_up(is_another)
+        for index_name in shut_out:
+            self._handshake.shut_out(index_name)
         if left:
             log.info("%d clients have to connect again: they are of another tenant now", left)
 
@@ -97,6 +110,19 @@ class LiveTenants:
             session.tenant.digest,
             session.may_write,
         )
+
+
+def _narrowed(former: Sequence[TenantSection], now: Sequence[TenantSection]) -> set[str]:
+    """Return the names of the tenants whose memory some processes could map by the sections `former`, and cannot by the
+    sections `now`, connected or not."""
+    present = {section.name: _users(section) for section in now}
+    return {section.name for section in former if _users(section) - present.get(section.name, set())}
+
+
+def _users(section: TenantSection) -> set[tuple[str, object]]:
+    return {(key, user) for key in _USERS for user in getattr(section, key)} | {
+        (key, getattr(section, key)) for key in ("publisher", "socket", "unmapped") if getattr(section, key)
+    }
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:

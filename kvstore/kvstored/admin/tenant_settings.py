@@ -44,6 +44,12 @@ class TenantSettings:
         Return the tenant with the settings in force. Raises KVStoreError, having changed nothing."""
         async with self._turn:
             name = request.name
+            if (section := self._tenants.section(name)) is not None and section.is_pool:
+                raise KVStoreError(
+                    ErrorKind.INVALID,
+                    f"{name!r} is a shared pool, which counts as its publisher's: set tenant {section.publisher!r}, or "
+                    "change the pool in the configuration file, and reload",
+                )
             if not self._tenants.is_named(name):
                 known = ", ".join(sorted(tenant.name for tenant in self._tenants.all())) or "none yet"
                 raise KVStoreError(ErrorKind.NOT_FOUND, f"no tenant {name!r} is listed or may connect; known: {known}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
-from kvstore_tiers.arena import writable_owner
+from kvstore_tiers.arena import open_owner, writable_owner
 from kvstored.clients.sessions import ClientSession
 from kvstored.clients.tenants import Tenant
 from kvstored.store.assembly import Store
@@ -27,7 +27,7 @@ class ArenaGrants:
     def prepare(self, tenant: Tenant) -> None:
         """Create arenas for `tenant` if it has none, before its first client that stores."""
         owner = writable_owner(tenant.index_name) if self.puts_in_place(tenant) else tenant.index_name
-        if not self._arenas_of(owner):
+        if all(report.owner != owner for report in self._host.containers()):
             self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
     def announce(self, session: ClientSession, welcome: hs.Welcome) -> None:
@@ -52,7 +52,7 @@ class ArenaGrants:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, str(error)) from None
             return hs.ArenaGrant(arena_id=number, size_bytes=nbytes), descriptor
         owners = {writable_owner(index_name)} if request.writable else {index_name, writable_owner(index_name)}
-        if self._host.owner(number) not in owners:
+        if open_owner(self._host.owner(number) or "") not in owners:
             what = "arena" if number < DEVICE_ARENAS else "chunk of device memory"
             raise KVStoreError(ErrorKind.NOT_FOUND, f"this tenant has no {what} {number}")
         if request.writable:
@@ -63,5 +63,10 @@ class ArenaGrants:
         grant = hs.ArenaGrant(arena_id=number, size_bytes=arena.nbytes, writable=request.writable)
         return grant, arena.writable_fd() if request.writable else arena.readonly_fd()
 
+    def shut(self, index_name: str) -> None:
+        """Put no more blocks into the arenas that clients of the tenant with this `index_name` may have mapped."""
+        for owner in (index_name, writable_owner(index_name)):
+            self._host.shut(owner)
+
     def _arenas_of(self, owner: str) -> list[int]:
-        return [report.container for report in self._host.containers() if report.owner == owner]
+        return [report.container for report in self._host.containers() if open_owner(report.owner) == owner]

@@ -48,6 +48,7 @@ class HandshakeServer:
     def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
         self.path = path
         self._reception = reception
+        self.shut_out = reception.shut_out
         self._limits = limits
         self._listeners: dict[str, _Listener] = {}  # by the tenant whose own it is; "": everybody's
         self._connections: dict[_Connection, None] = {}  # oldest first

@@ -233,12 +233,14 @@ class LookupIndexes:
         def let_go() -> None:
             holders.discard(session.session_id)
             if not holders:
-                self._drop(tenant)
+                del self._holders[tenant]
+                self.close(tenant)
 
         session.on_close.append(let_go)
 
-    def _drop(self, tenant: int) -> None:
-        self._holders.pop(tenant, None)
+    def close(self, tenant: int) -> None:
+        """Close the table of `tenant`, if there is one: who maps it sees no later change. Clients that connect from now
+        on get another; the others ask the daemon."""
         table = self._tables.pop(tenant, None)
         if table is not None:
             table.close()

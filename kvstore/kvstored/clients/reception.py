@@ -112,6 +112,12 @@ class Reception:
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
 
+    def shut_out(self, index_name: str) -> None:
+        """Let processes that have mapped memory of the tenant with this `index_name`, and may do so no more, see no
+        block that is stored from now on."""
+        self._arenas.shut(index_name)
+        self._indexes.close(self._store.residency.tenant(index_name))
+
     def _may_tell(self) -> bool:
         """Return whether one more refusal is logged: callers may make any number of them."""
         minute = self._store.clock.monotonic_ns() // (60 * NS_PER_S)

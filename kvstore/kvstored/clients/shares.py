@@ -34,9 +34,11 @@ class TenantShares:
         """
         shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
         shares |= self._residency.exactness.tenants
+        self._retention.pins.forget_shares()
         for tenant in self._tenants.all():
             limits = tenant.limits
-            is_special = limits.shares or self._payer(limits).shares or _terms(limits) or limits.lossy
+            payer = self._payer(limits)
+            is_special = limits.shares or payer.shares or _terms(limits) or limits.lossy or self._charged_to(payer.name)
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
@@ -44,7 +46,9 @@ class TenantShares:
     def set(self, tenant: Tenant, tenant_id: int) -> None:
         limits, lossy = tenant.limits, self._residency.exactness.tenants
         payer = self._payer(limits)
-        charged = self._charged_to(payer.name) if payer.shares else ()
+        charged = self._charged_to(payer.name)
+        mapped = self._residency.tiers[self._residency.mapped]
+        self._retention.pins.set_share(tenant_id, limits.share(mapped).min_bytes, charged)
         for policy in self._policies:
             tier = self._residency.tiers[policy.tier]
             share, most_bytes = limits.share(tier), payer.share(tier).max_bytes or None
@@ -61,8 +65,10 @@ class TenantShares:
     def _charged_to(self, name: str) -> tuple[int, ...]:
         """Return the numbers of the tenant `name` and of the shared pools that it publishes; none without a pool."""
         pools = {section.name for section in self._tenants.listed if section.publisher == name}
+        if not pools:
+            return ()
         charged = [each for each in self._tenants.all() if each.name == name or each.name in pools]
-        return tuple(self._residency.tenant(each.index_name) for each in charged) if pools else ()
+        return tuple(self._residency.tenant(each.index_name) for each in charged)
 
 
 def _terms(limits: TenantSection) -> Terms | None:

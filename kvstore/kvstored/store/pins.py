@@ -24,6 +24,7 @@ from kvstored.store.blocks import Residency
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
 ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
+NEVER_PINNED = 4  # one part in so many of what no tenant's minimum reserves is pinned by nobody
 STEP_BLOCKS = 256  # unpinned in one step: a millisecond
 STEP_ROWS = 1 << 16  # of the index, searched at once for pinned blocks
 _ALL = ""  # the owner under which `_coming` counts all of a tenant's owners together
@@ -39,7 +40,19 @@ class Pins:
         self._bytes: Counter[tuple[int, int]] = Counter()  # by tenant and bit, slots of blocks that have the bit
         self._coming: Counter[tuple[int, str]] = Counter()  # by tenant and owner, slots that a put under way will pin
         self.ends: dict[tuple[int, str], int] = {}  # by tenant and owner: the monotonic second at which its pins end
+        self._minima: dict[int, int] = {}  # by tenant, bytes of the mapped tier that are its own
+        self._charged: dict[int, tuple[int, ...]] = {}  # by tenant: all whose pins count together
         residency.owners_changed = self._count
+
+    def forget_shares(self) -> None:
+        """Forget what `set_share` has noted, before it is noted anew for all tenants."""
+        self._minima.clear()
+        self._charged.clear()
+
+    def set_share(self, tenant: int, min_bytes: int, charged: tuple[int, ...]) -> None:
+        """Note that `min_bytes` of the mapped tier are guaranteed to `tenant`, and that its pins count together with
+        the pins of the tenants `charged`, itself among them; () is itself alone."""
+        self._minima[tenant], self._charged[tenant] = min_bytes, charged or (tenant,)
 
     def check(self, tenant: int, owner: str, nbytes: int, rows: Sequence[int]) -> None:
         """Check that `tenant` may pin the stored blocks `rows`, and new blocks whose slots have `nbytes`, for `owner`.
@@ -59,23 +72,47 @@ class Pins:
     def check_bytes(self, tenant: int, owner: str, of_tenant: int, of_owner: int) -> None:
         """Check that `tenant` may have `of_tenant` more bytes pinned, and its `owner` `of_owner` more. Raises
         KVStoreError."""
-        bit, residency = self.bit_of(tenant, owner), self._residency
+        bit = self.bit_of(tenant, owner)
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
         share_bytes = dram_bytes // PINNED_SHARE
         most_of_tenant, most_of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
+        of_all = sum(map(self._pinned, self._charged.get(tenant, (tenant,))))
+        of_this = self._bytes[tenant, bit.bit_length() - 1] + self._coming[tenant, owner]
         bounds = (
-            ("the tenant", "tenant", most_of_tenant, residency.pinned_bytes[tenant], _ALL, of_tenant),
-            (f"owner {owner!r}", "owner", most_of_owner, self._bytes[tenant, bit.bit_length() - 1], owner, of_owner),
+            ("the tenant", "tenant", most_of_tenant, of_all, of_tenant),
+            (f"owner {owner!r}", "owner", most_of_owner, of_this, of_owner),
         )
-        for who, what, most_bytes, held_bytes, coming, more_bytes in bounds:
+        for who, what, most_bytes, held_bytes, more_bytes in bounds:
             limit_bytes = min(most_bytes, share_bytes)
-            held_bytes += self._coming[tenant, coming]
             if more_bytes and held_bytes + more_bytes > limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
                     f"{who} has pinned {held_bytes} bytes, and {more_bytes} more are over "
                     f"limits.pinned_per_{what}, or half of DRAM, {limit_bytes}: unpin some",
                 )
+
+        self._check_minima(tenant, of_tenant, dram_bytes)
+
+    def _check_minima(self, tenant: int, more_bytes: int, dram_bytes: int) -> None:
+        """Check that the pins of all tenants, with `more_bytes` of `tenant`, leave each its minimum, and some room for
+        who has none. Raises KVStoreError."""
+        minima = self._minima
+        shared_bytes = max(0, dram_bytes - self._host.charged_bytes - sum(minima.values()))
+        limit_bytes = shared_bytes - shared_bytes // NEVER_PINNED
+        pinned = {each: self._pinned(each) for each in {*self._residency.pinned_bytes, tenant}}
+        own_bytes, its_min_bytes = pinned[tenant], minima.get(tenant, 0)
+        held_bytes = sum(max(0, nbytes - minima.get(each, 0)) for each, nbytes in pinned.items())
+        beyond_bytes = max(0, own_bytes + more_bytes - its_min_bytes) - max(0, own_bytes - its_min_bytes)
+        if beyond_bytes and held_bytes + beyond_bytes > limit_bytes:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE,
+                f"all tenants have pinned {held_bytes} bytes above their minima, and {beyond_bytes} more are over "
+                f"three quarters of what no minimum reserves of DRAM, {limit_bytes}: unpin some",
+            )
+
+    def _pinned(self, tenant: int) -> int:
+        """Return the bytes that `tenant` has pinned, or will have by puts under way."""
+        return self._residency.pinned_bytes.get(tenant, 0) + self._coming[tenant, _ALL]
 
     def hold(self, tenant: int, owner: str, nbytes: int) -> Callable[[], None]:
         """Reserve `nbytes` and the owner's bit for what `check` allowed. Return a function that ends the

@@ -29,14 +29,12 @@ from kvstored.store.later_terms import ALL, PINS, Entry, LaterTerms
 from kvstored.store.movement import Ground
 from kvstored.store.pins import Pins
 from kvstored.store.policies.ranked import Priorities
+from kvstored.store.shortening import NEVER, PART_ROWS, Shortening
 from kvstored.tier_set import ONLY
 
 log = logging.getLogger(__name__)
-PART_ROWS = 1 << 16  # looked at in one tick: 30 µs
 MOST_A_TICK = 64
-MOST_BRANCHES = 16  # points where chains part that one change of an expiry looks behind
 _OF_TERMS = frozenset({"expires_s", "priority", "pinned_by", "later_terms"})  # columns of the index
-_NEVER = 1 << 40  # later than every expiry, in place of the column's 0
 
 
 class Retention:
@@ -61,6 +59,7 @@ class Retention:
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
         self.later = LaterTerms(ground.residency, ground.clock, self.pins)
+        self.shortening = Shortening(ground.residency, self._shortened)
         self._unpinning: dict[tuple[int, str], Iterator[int]] = {}  # by tenant and owner: pins that end
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
@@ -186,51 +185,64 @@ class Retention:
     def _set_expiry(self, rows: Sequence[int], expires_s: int) -> None:
         """Let the blocks `rows` expire at `expires_s`, or with the last block that continues them; and let the blocks
         before them live as long."""
-        residency, optional = self._residency, self._residency.rows.optional
+        residency, optional, shortening = self._residency, self._residency.rows.optional, self.shortening
         above = [residency.parent(row) for row in rows]
         inner = set(above)
         needs = dict.fromkeys(rows, 0)  # until when the blocks that continue it need it
-        if expires_s:
-            self._add_needs(needs, [row for row in rows if residency.dependents(row) > (row in inner)])
+        parts = set[int]()  # blocks that are continued by others too, or needed by a block that is
+        shortening.forget(rows)
         for row, parent in zip(reversed(rows), reversed(above), strict=True):
-            until_s = max(expires_s or _NEVER, needs[row])
-            optional.set("expires_s", row, until_s % _NEVER)
+            until_s, before_s = max(expires_s or NEVER, needs[row]), residency.expires_s(row) or NEVER
+            if residency.dependents(row) > (row in inner):
+                parts.add(row)
+            if row in parts and (expires_s or NEVER) < before_s:
+                until_s = max(until_s, before_s)
+                shortening.put_down(row, expires_s)
+                parts.add(parent)
+                if parent not in needs:
+                    self._raise_for_now(parent, until_s)
+            optional.set("expires_s", row, until_s % NEVER)
             if parent in needs and not residency.stands_alone(parent):
                 needs[parent] = max(needs[parent], until_s)
         self._renew_above(rows)
+        if shortening.is_pending and residency.rows.capacity <= shortening.part_rows:
+            self._shorten()
 
-    def _add_needs(self, needs: dict[int, int], rows: list[int]) -> None:
-        """Add to `needs` until when each of `rows` is needed by blocks that continue it and are not in `needs`. Each
-        takes a look at the whole index (0.4 ms for a million blocks); of very many, the last need to live as before."""
-        column = self._residency.rows.optional.view("expires_s")
-        parents, mask = np.frombuffer(self._residency.rows.parent, np.int32), self._residency.rows.mask
-        now_s = self._clock.monotonic_ns() // NS_PER_S
-        for row in rows[:MOST_BRANCHES]:
-            children = [
-                child for child in np.flatnonzero(parents == row).tolist() if mask[child] and child not in needs
-            ]
-            until_s = [_NEVER if column is None else int(column[child]) or _NEVER for child in children]
-            needs[row] = max((each for each in until_s if each > now_s), default=0)
-        for row in rows[MOST_BRANCHES:]:
-            needs[row] = self._residency.expires_s(row) or _NEVER
+    def _raise_for_now(self, row: int, until_s: int) -> None:
+        """Put down the times to live of the block at `row` and those before it, which a block that is stored again
+        makes live until `until_s` for as long as its own time is not known."""
+        residency = self._residency
+        while row >= 0 and residency.tier_mask(row) and not residency.stands_alone(row):
+            if (residency.expires_s(row) or NEVER) >= until_s or self.is_expired(row):
+                return
+            self.shortening.put_down(row, self.shortening.wanted(row) or residency.expires_s(row))
+            row = residency.parent(row)
+
+    def _shorten(self) -> None:
+        self.shortening.step(self._clock.monotonic_ns() // NS_PER_S)
+
+    def _shortened(self, row: int) -> None:
+        if self.later.is_followed:
+            self.later.note(row, ALL)
 
     def _renew_above(self, rows: Sequence[int]) -> None:
         """Let the blocks before each of `rows` live as long as it."""
         among = set(rows)
         for row in rows:
             if (parent := self._residency.parent(row)) not in among:
-                self._renew(parent, self._residency.expires_s(row) or _NEVER)
+                self._renew(parent, self._residency.expires_s(row) or NEVER)
 
     def _renew(self, row: int, until_s: int, *, at_start: bool = False) -> None:
         """Let the block at `row` and those before it live until `until_s` at least. What has expired stays expired, but
         `at_start`, and ends the walk, as does a block that is not stored."""
         residency = self._residency
+        self.shortening.needed(row, until_s)
         while row >= 0 and residency.tier_mask(row) and not residency.stands_alone(row):
             if self.is_expired(row) and not at_start:
                 return
-            if (residency.expires_s(row) or _NEVER) >= until_s:
+            if (residency.expires_s(row) or NEVER) >= until_s:
                 return
-            residency.rows.optional.set("expires_s", row, until_s % _NEVER)
+            residency.rows.optional.set("expires_s", row, until_s % NEVER)
             if self.later.is_followed:
                 self.later.note(row, ALL)
             row = residency.parent(row)
@@ -238,11 +250,12 @@ class Retention:
     def end_all_at(self, rows: Sequence[int], expires_s: int) -> None:
         """Let the blocks `rows`, children before parents, expire at `expires_s` (`expiry`), and the blocks before them
         no sooner. Call `settle_chains` when all are done: some may be needed for longer."""
+        self.shortening.forget(rows)
         for row in rows:
             self._residency.rows.optional.set("expires_s", row, expires_s)
             if self.later.is_followed:
                 self.later.note(row, ALL)
-            self._renew(self._residency.parent(row), expires_s or _NEVER)
+            self._renew(self._residency.parent(row), expires_s or NEVER)
         if "expires_s" in self._columns:
             self._hide_expired()
 
@@ -256,13 +269,13 @@ class Retention:
             part = slice(first, first + PART_ROWS)
             parents = np.frombuffer(self._residency.rows.parent, np.int32)[part]
             mask = np.frombuffer(self._residency.rows.mask, np.uint8)[part]
-            own_s = np.where(column[part] == 0, _NEVER, column[part].astype(np.int64))
+            own_s = np.where(column[part] == 0, NEVER, column[part].astype(np.int64))
             above_s = column[parents].astype(np.int64)
             shorter = np.flatnonzero((parents >= 0) & (mask != 0) & (above_s != 0) & (above_s < own_s)) + first
             del column, parents, mask  # no view is kept while columns change
             for row in shorter.tolist():
                 if not self.is_expired(row):
-                    until_s = self._residency.expires_s(row) or _NEVER
+                    until_s = self._residency.expires_s(row) or NEVER
                     self._renew(self._residency.parent(row), until_s, at_start=at_start)
             yield
 
@@ -314,6 +327,8 @@ class Retention:
         """Remove a bounded number of expired blocks. Return True when more can be removed at once."""
         now_ns = self._clock.monotonic_ns()
         self.idle.tick(now_ns)
+        if self.shortening.is_pending:
+            self._shorten()
         for tenant, owner in self.pins.due():
             steps = self._unpinning.setdefault((tenant, owner), iter(self.unpin_all(tenant, owner)))
             if next(steps, None) is not None:
@@ -341,7 +356,7 @@ class Retention:
             if ended == MOST_A_TICK:
                 return True
         self._hand = first + PART_ROWS
-        return False
+        return self.shortening.is_pending
 
     def end(self, row: int, cause: Cause = Cause.EXPIRED) -> bool:
         """Remove a block from every tier, whoever leased or pinned it: its time is over, or no client may ask for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -190,6 +191,43 @@ async def test_a_prefix_lives_as_long_as_the_last_of_its_branches(driven: Driven
     assert [usable(driven, branch) for branch in branches] == [4, 2, 2]
     await driven.put([*shared, *keys_of(2, 2), *keys_of(9, 1)], DurabilityMode.NONE)
     assert lives(driven, branches[0]) == [0, 0, 0, 0], "a block that never expires needs all that are before it"
+
+
+@over_a_store()
+async def test_a_touch_looks_for_branches_in_slices(driven: DrivenStore) -> None:
+    """Chains are stored, touched and stored again while the looks for what touches have shortened go on. No block ever
+    expires before one that continues it; in the end each lives as long as its last touch, or its branches, say."""
+    retention, residency, rng = driven.small.store.retention, driven.small.residency, random.Random(7)
+    retention.shortening.part_rows = 7
+    prefix = [keys_of(each, 1)[0] for each in range(3)]
+    chains = [[*prefix[: 1 + number % 3], *keys_of(100 + number, 2)] for number in range(24)]
+    wanted: dict[bytes, int] = {}
+    for chain in chains:
+        await driven.put(chain, DurabilityMode.NONE, terms=Terms(ttl_s=1000))
+        wanted |= dict.fromkeys(chain, 1000)
+    for turn in range(300):
+        chain = rng.choice(chains)
+        if turn % 10:
+            ttl_s = rng.randrange(10, 1000)
+            driven.operations.hints.touch(driven.client, b"".join(chain), Terms(ttl_s=ttl_s))
+            wanted |= dict.fromkeys(chain, ttl_s)
+        else:  # a block in the middle is lost, and stored again for a short time
+            row = residency.find(driven.client.tenant_id, chain[0])
+            for taken in residency.remove(row, Cause.DROPPED, driven.small.clock.monotonic_ns()):
+                driven.small.store.discard[taken.tier](taken.slot, driven.client.tenant_id)
+            await driven.put(chain[:1], DurabilityMode.NONE, terms=Terms(ttl_s=5))
+            wanted[chain[0]] = 5
+        if rng.random() < 0.5:
+            retention.tick()
+        for each in chains:
+            now = [second or 1 << 40 for second in lives(driven, each)]
+            assert now == sorted(now, reverse=True), "a parent outlives its child"
+    while retention.tick():
+        pass
+    for chain in chains:
+        below = [[key for other in chains if each in other for key in other[other.index(each) :]] for each in chain]
+        needs = [max(wanted[key] for key in keys) for keys in below]
+        assert lives(driven, chain) == needs
 
 
 @over_a_store()

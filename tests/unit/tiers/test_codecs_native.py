@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes as ct
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_cuda.native_build import AVX2, Unit, build_library
+from kvstore_cuda.native_build import AVX2, build_library
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import Codec, Encoded, Undecodable, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
@@ -27,8 +26,7 @@ def libraries() -> dict[str, ct.CDLL | None]:
     chosen = {"plain": ()} | ({"avx2": AVX2} if native._instructions() else {})
     found: dict[str, ct.CDLL | None] = {"own": native.wait_for_library()}
     for name, flags in chosen.items():
-        units = [Unit(source, ("-Wno-psabi", *flags)) for source in native._SOURCES]
-        path = build_library("codecs", Path(native.__file__).with_name("csrc"), units, native._HEADERS)
+        path = build_library("codecs", native._FOLDER, native._units(flags), native._HEADERS)
         found[name] = native._declared(ct.CDLL(str(path)))
     assert all(found.values())
     return found

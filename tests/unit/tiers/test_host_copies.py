@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes as ct
+import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_cuda import host_copies
+from kvstore_cuda import host_copies, native_build
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, PAST_CACHES_BYTES, copy_array, native
 from kvstore_proto.arena import HEADER_BYTES, Bytes, slot_bytes
 from kvstore_tiers.base import Outcome, Slot
+from kvstore_tiers.codecs import native as native_codecs
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import Segment, gather_and_checksum, segment_of
 from kvstore_tiers.testing.transfers import block, image_run
@@ -103,3 +107,21 @@ def test_nothing_is_made_where_the_variable_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(host_copies.NATIVE_VARIABLE, "0")
     again = type(native)("none", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
     assert again.wait(1.0) is None
+
+
+@pytest.mark.parametrize("module", [host_copies, pytest.param(native_codecs, marks=pytest.mark.slow)])
+def test_a_machine_without_a_compiler_uses_what_a_package_ships(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that differs from the shipped library's is not served by it."""
+    shutil.copytree(module._FOLDER, tmp_path / "package")
+    monkeypatch.setattr(module, "_FOLDER", tmp_path / "package")
+    module.ship()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native_build, "find_spec", lambda name: None)
+    assert Path(module._made()._name).parent == tmp_path / "package"
+    for source in (tmp_path / "package").glob("*.cpp"):
+        source.write_text(source.read_text() + "// changed")
+    with pytest.raises(native_build.BuildError, match=r"no C\+\+ compiler"):
+        module._made()

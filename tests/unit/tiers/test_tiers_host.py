@@ -214,6 +214,24 @@ def test_it_says_whose_an_arena_is(tier: HostTier) -> None:
     assert tier.owner(slot.container) == "a" and tier.owner(slot.container + 1) is None
 
 
+def test_an_arena_that_is_shut_takes_no_block_and_gives_its_memory_to_the_next_ones(tier: HostTier) -> None:
+    first, other = use(tier, 64 * 1024, "a", 3), use(tier, 64 * 1024, "b", 16)
+    shut, spare = first[0].container, tier.precreate("a", MIB)
+    assert spare == MIB
+    number = max(report.container for report in tier.containers())
+    tier.shut("a")
+    tier.free(first.pop())
+    later = fill(tier, 64 * 1024, "a")
+    assert {slot.container for slot in later}.isdisjoint({shut, number, *(slot.container for slot in other)})
+    assert len(later) == 32, "the memory of the empty one was given back"
+    assert all(report.container != shut or not tier.makes_room(shut, 64 * 1024, "a") for report in tier.containers())
+    assert {report.container for report in tier.convertible(64 * 1024, "a")} >= {shut}
+    for slot in first:
+        tier.free(slot)
+    assert len(fill(tier, 64 * 1024, "a")) == 16
+    assert arena_memory_bytes() <= tier.capacity_bytes
+
+
 def test_charges_count_against_the_same_capacity(tier: HostTier) -> None:
     assert tier.charge(3 * MIB, "staging")
     assert not tier.charge(2 * MIB, "staging")

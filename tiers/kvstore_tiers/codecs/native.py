@@ -1,8 +1,8 @@
 """The compiled code of codecs, and the choice between it and NumPy's, which gives the same bytes more slowly.
 
-The C++ sources in `csrc/` are compiled once into the user's cache directory, in a thread of their own: until they are
-there, and where there is no compiler, `library` says None. A library is for the instructions of this processor, and its
-name says so.
+The C++ sources in `csrc/` are compiled once into the user's cache directory, in a thread of their own, unless the
+package brings them compiled: until they are there, and where there is no compiler, `library` says None. A library is
+for the instructions of this processor, and its name says so.
 """
 
 from __future__ import annotations
@@ -10,18 +10,30 @@ from __future__ import annotations
 import ctypes as ct
 from pathlib import Path
 
-from kvstore_cuda.native_build import AVX2, AVX512, Unit, build_library
-from kvstore_cuda.native_library import NativeLibrary, has_avx2, processor_flags
+from kvstore_cuda.native_build import AVX2, AVX512, Unit, build_library, ship_library
+from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86, processor_flags
 
 NATIVE_VARIABLE = "KVSTORED_CODECS_NATIVE"  # 0: NumPy alone
 _SOURCES = ("quantised_encode.cpp", "quantised_decode.cpp", "context_encode.cpp", "context_decode.cpp")
 _HEADERS = ("context_layout.h", "context_tables.h", "numbers.h", "quantised.h")
+_FOLDER = Path(__file__).with_name("csrc")
 _WANTED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
+def ship() -> None:
+    """Compile the codecs beside their sources for each set of instructions, for machines without a compiler. Raises
+    BuildError.
+    """
+    for flags in ((), AVX2, AVX512) if is_x86() else ((),):
+        ship_library("codecs", _FOLDER, _units(flags), _HEADERS)
+
+
+def _units(flags: tuple[str, ...]) -> list[Unit]:
+    return [Unit(source, ("-Wno-psabi", "-Wno-unused-function", *flags)) for source in _SOURCES]
+
+
 def _made() -> ct.CDLL:
-    units = [Unit(source, ("-Wno-psabi", "-Wno-unused-function", *_instructions())) for source in _SOURCES]
-    path = build_library("codecs", Path(__file__).with_name("csrc"), units, _HEADERS)
+    path = build_library("codecs", _FOLDER, _units(_instructions()), _HEADERS)
     return _declared(ct.CDLL(str(path), mode=ct.RTLD_LOCAL))
 
 

@@ -57,8 +57,8 @@ class NodeMemory:
         """
         nbytes, name = tier.info.dram_bytes, tier.info.name
         label, what, lower = "headers", "header pages", "capacity"
-        if not tier.info.coding.is_none:
-            label, what, lower = "staging", "staging for the codec", "codec_staging"
+        if tier.info.coding.staging_bytes:
+            label, what, lower = "staging", "staging for the codec or encryption", "codec_staging"
         if nbytes and self._host is not None and not self._host.charge(nbytes, f"{label} of {name}"):
             raise ValueError(
                 f"host.capacity has no room for {human_bytes(nbytes)} of {what} of {name}: raise it, or lower "
