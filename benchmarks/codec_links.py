@@ -29,7 +29,7 @@ from support.report import AT_LEAST, AT_MOST, Row, main, progress
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import PayloadShape
-from kvstore_tiers.nvme.slot_transfers import SlotIO
+from kvstore_tiers.nvme.slot_io import SlotIO
 from kvstore_tiers.segments import Segment, segment_of
 from kvstore_tiers.testing.kv_blocks import kv_block, kv_shape
 from kvstored.clock import NS_PER_S, ManualClock

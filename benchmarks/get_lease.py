@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.report import AT_LEAST, Row, main, median, percentile, progress, ti
 
 BLOCKS = 64
 SMALL_BLOCK_BYTES = 4096
-SETTLE_S = 0.01
+SETTLE_S, DURABLE_S = 0.01, 0.15
 SETTINGS = ("host.capacity=256MiB", "nvme.enabled=false", "host.prefault_ahead=192MiB")
 
 
@@ -54,7 +55,28 @@ def measure(quick: bool) -> list[Row]:
         Row("get_64mib_copied_out", gb / median(copies), "GB/s", gb / median(plain), "memcpy", AT_LEAST, 0.75),
         Row("put_64_small_processor", put_us, "us", lookup_us, same),
         Row("get_64_small_processor", get_us, "us", lookup_us, same),
+        *(Row(f"{what}_64_nvme_processor", us, "us", lookup_us, same) for what, us in _nvme_us(8 if quick else 40)),
     ]
+
+
+def _nvme_us(rounds: int) -> list[tuple[str, float]]:
+    """Return that time for a put of blocks that go to NVMe too, and for a get that brings them back from there."""
+    data, used = payloads(BLOCKS, SMALL_BLOCK_BYTES), dict[str, list[float]](put=[], get=[])
+    with bench_daemon(SETTINGS[0], "nvme.capacity=1GiB") as daemon, daemon.connect(model(SMALL_BLOCK_BYTES)) as session:
+        wait_mapped()
+
+        def measure_once(what: str, action: Callable[[], object]) -> None:
+            before_s = daemon.control_s()
+            action()
+            time.sleep(DURABLE_S)
+            used[what].append((daemon.control_s() - before_s) * 1e6)
+
+        for number in range(rounds):
+            tokens = tokens_of(number, BLOCKS)
+            measure_once("put", partial(session.put, tokens, payloads=data))
+            daemon.drop_host()
+            measure_once("get", lambda: session.get(tokens).release())  # noqa: B023  # called at once
+    return [(what, min(times)) for what, times in used.items()]
 
 
 def _processor_us(rounds: int) -> list[float]:

@@ -433,15 +433,15 @@ async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(sm
     put_is_taken_back()
     assert await small.fetch(1)
     small.drop_from_dram(1)
-    allocate_now, allocate = room.allocate_now, room.allocate
+    allocate_run, allocate = room.allocate_run, room.allocate
 
     async def allocate_late(*wanted: Any, **how: Any) -> Any:
-        room.allocate_now = allocate_now  # type: ignore[method-assign]
+        room.allocate_run = allocate_run  # type: ignore[method-assign]
         slot = await allocate(*wanted, **how)
         put_begins()
         return slot
 
-    room.allocate_now = lambda *wanted, **how: None  # type: ignore[method-assign]
+    room.allocate_run = lambda *wanted, **how: []  # type: ignore[method-assign]
     moves = small.store.promoter._moves
     moves._allocate = allocate_late
     assert not await small.fetch(1)

@@ -15,7 +15,7 @@ from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.layout import RecordState
 from kvstore_tiers.nvme.slab_file import SlabFile
-from kvstore_tiers.nvme.slot_transfers import SlotIO
+from kvstore_tiers.nvme.slot_io import SlotIO
 from kvstore_tiers.nvme.space import FILES_BYTES
 from kvstore_tiers.segments import Segment, segment_of
 from kvstore_tiers.testing.transfers import block, finish, finish_all, put

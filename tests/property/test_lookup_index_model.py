@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
@@ -83,11 +85,13 @@ class IndexFollowsResidency(ResidencyAgainstModel):
         self.readers = [reader_of(table) for table in self.tables]
         self.residency.observe(self)
 
-    def changed(self, tenant: int, block_key: bytes, mask: int, row: int) -> None:
-        if mask:
-            self.tables[tenant].put(block_key, HOST if mask & 1 else NVME)
-        else:
-            self.tables[tenant].remove(block_key)
+    def changed(self, tenant: int, rows: Sequence[int]) -> None:
+        for row in rows:
+            block_key, mask = self.residency.key(row), self.residency.rows.mask[row]
+            if mask:
+                self.tables[tenant].put(block_key, HOST if mask & 1 else NVME)
+            else:
+                self.tables[tenant].remove(block_key)
 
     @invariant()
     def the_index_says_what_residency_says(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -268,10 +268,16 @@ class Arena(ArenaMemory):
 
     def require_out(self, slot: Slot) -> None:
         """Raise RuntimeError unless `slot` is allocated in this arena in exactly its generation."""
-        index, misplaced = divmod(slot.offset, self.slot_bytes or 1)
-        known = not misplaced and slot.nbytes == self.slot_bytes and index < len(self._out)
-        if not known or not self._out[index] or self._generations[index] != slot.generation:
-            raise RuntimeError(f"{slot} is not allocated")
+        self.require_all_out((slot,))
+
+    def require_all_out(self, slots: Sequence[Slot]) -> None:
+        """Raise RuntimeError unless each of `slots` is allocated in this arena in exactly its generation."""
+        size, out, generations = self.slot_bytes, self._out, self._generations
+        for _, offset, nbytes, generation in slots:
+            index, misplaced = divmod(offset, size or 1)
+            known = not misplaced and nbytes == size and index < len(out)
+            if not known or not out[index] or generations[index] != generation:
+                raise RuntimeError(f"no slot of {nbytes} bytes is allocated at {offset} in generation {generation}")
 
     def segment(self, slot: Slot) -> Segment:
         """Return the memory of `slot` in this process, its header and its payload."""

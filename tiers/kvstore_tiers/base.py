@@ -34,6 +34,7 @@ import numpy.typing as npt
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.image import FileImage, Slot, image_header, require_fits, stamp_header
+from kvstore_tiers.outcomes import Completion, Outcome, OutcomeKind, RunCompletion, together
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
 
@@ -53,6 +54,7 @@ __all__ = [
     "MemoryKind",
     "Outcome",
     "OutcomeKind",
+    "RunCompletion",
     "Segment",
     "Slot",
     "Tier",
@@ -63,33 +65,6 @@ __all__ = [
 ]
 
 
-class OutcomeKind(Enum):
-    DONE = "done"
-    CORRUPT = "corrupt"  # bytes came back and are wrong: quarantine
-    MISSING = "missing"  # the tier has forgotten the block, as one that is addressed by key may
-    UNREADABLE = "unreadable"  # the bytes are as they were stored, and this build does not have their codec
-    FAILED = "failed"  # the medium refused: retry or shed the tier
-    CANCELLED = "cancelled"  # closed before it ran
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a transfer of one block. `header` is the block's verified header after a successful read or write,
-    `nbytes` the bytes moved, `message` the reason for a failure, `errno` the system's error number or 0.
-    """
-
-    kind: OutcomeKind
-    header: BlockHeader | None = None
-    nbytes: int = 0
-    message: str = ""
-    errno: int = 0
-
-    @property
-    def ok(self) -> bool:
-        return self.kind is OutcomeKind.DONE
-
-
-Completion = Callable[[Outcome], None]
 Load = Callable[[FileImage, Completion], None]
 Column = npt.NDArray[np.unsignedinteger]
 
@@ -274,6 +249,18 @@ class Tier(ABC):
             done(outcome)
 
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
+
+    def move_in_run(
+        self, slots: Sequence[Slot], sources: Sequence[Segment], keys: Sequence[bytes], done: RunCompletion
+    ) -> None:
+        """Store slot images as `move_in` does for each. `done` is called once, with the outcomes in order."""
+        together([partial(self.move_in, *each) for each in zip(slots, sources, keys, strict=True)], done)
+
+    def move_out_run(
+        self, slots: Sequence[Slot], destinations: Sequence[Segment], keys: Sequence[bytes], done: RunCompletion
+    ) -> None:
+        """Fill slot images as `move_out` does for each. `done` is called once, with the outcomes in order."""
+        together([partial(self.move_out, *each) for each in zip(slots, destinations, keys, strict=True)], done)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
         """Let another tier read the image in `slot` from its file. `load`, which the other tier's `loader` returned, is

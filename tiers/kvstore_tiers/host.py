@@ -122,12 +122,10 @@ class HostTier(ContainerTier):
         )  # fmt: skip
         self._numa_node = slower.numa_node
         self._refused = ""  # why the system gave no memory, the last time
-        self._arena_bytes = arena_bytes
-        self._mode: ArenaMode = mode
+        self._arena_bytes, self._mode = arena_bytes, mode
         self._arenas = self._containers = Containers[Arena](capacity_bytes)
         self.writable: set[int] = set()  # containers that clients may write to
-        self._next_number = first_number
-        self._witness = witness
+        self._next_number, self._witness = first_number, witness
         self._lending = Lending()
         self._counters = TransferCounters()
         self._reshaping = threading.Lock()  # between the control thread and the one that prefaults
@@ -157,9 +155,8 @@ class HostTier(ContainerTier):
         return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def charge(self, nbytes: int, label: str) -> bool:
-        """Count `nbytes` bytes of memory outside the arenas, under `label`, against the tier's capacity, and return
-        True. If there is no room, empty arenas are given back first (some 20 ms for 64 MiB). Return False if that is
-        not enough."""
+        """Count `nbytes` of memory outside the arenas, under `label`, against the tier's capacity, and return True. If
+        there is no room, empty arenas are given back first (20 ms for 64 MiB). Return False if that is not enough."""
         if self._closed:
             return False
         releasable = [arena for arena in self._arenas.empty.values() if arena.mode == "owned"]
@@ -175,9 +172,8 @@ class HostTier(ContainerTier):
         return self._arenas.charges.total()
 
     def take_empty(self) -> Callable[[], None] | None:
-        """Remove an empty arena from the tier, and return a function that gives its memory back. That function may run
-        on any thread; it takes 20 ms for 64 MiB, and waits until GPU tiers have returned the arena. Return None if no
-        arena is empty, or if all empty ones are sealed."""
+        """Remove an empty arena from the tier, and return a function that gives its memory back, on any thread: in 20
+        ms for 64 MiB, and once GPU tiers have returned it. Return None if no arena is empty and not sealed."""
         arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
@@ -225,6 +221,11 @@ class HostTier(ContainerTier):
             reserved_bytes += arena.nbytes
         return reserved_bytes
 
+    @property
+    def is_prefaulted(self) -> bool:
+        """True if the system has provided the memory of all arenas."""
+        return all(arena.populated_bytes == arena.nbytes for arena in self._arenas)
+
     def shut(self, owner: str) -> None:
         """Put no more blocks into the arenas that `owner` has now (`Arena.shut`), except sealed ones."""
         for arena in self._arenas:
@@ -233,8 +234,8 @@ class HostTier(ContainerTier):
                 arena.shut()
 
     def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
-        """Make the system provide up to `budget_bytes` of arena memory now, so that puts need not wait for page faults.
-        Return the bytes provided so far and the bytes of all arenas. One background thread at a time may call it."""
+        """Make the system provide up to `budget_bytes` of arena memory now, before puts need it. Return the bytes
+        provided so far and the bytes of all arenas. One background thread at a time may call it."""
         with self._reshaping:
             for arena in list(self._arenas):
                 if budget_bytes <= 0 or self.ceiling_bytes < self.capacity_bytes:
@@ -245,8 +246,7 @@ class HostTier(ContainerTier):
                     self._refused = f"the system gives no memory for an arena: {error}"
                     break
                 self._lending.offer(arena)
-            arenas = list(self._arenas)
-        return sum(arena.populated_bytes for arena in arenas), sum(arena.nbytes for arena in arenas)
+            return sum(arena.populated_bytes for arena in self._arenas), sum(arena.nbytes for arena in self._arenas)
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.store(slot, header, segments, done)

@@ -196,7 +196,7 @@ class HostTransfers:
         for slot, payload in zip(images.slots, images.payloads, strict=True):
             if slot.container != container:
                 arena, container = self._arena_of(slot), slot.container
-            arena.require_out(slot)
+                arena.require_all_out([each for each in images.slots if each.container == container])
             target = arena.address + slot.offset
             is_there = payload.address == target + HEADER_BYTES
             nbytes += payload.nbytes // (IN_PLACE_SPEED if is_there else 1)

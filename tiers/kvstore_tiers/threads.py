@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvstore_tiers.base import Completion, Outcome, OutcomeKind
+from kvstore_tiers.outcomes import Completion, Outcome, OutcomeKind, RunCompletion
 
 Transfer = Callable[[], Outcome]
 Ended = TypeVar("Ended")
@@ -56,6 +56,14 @@ class ResidentThreads:
         """
         if not self.post(lambda: complete(transfer, done)):
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
+
+    def submit_run(self, transfers: Sequence[Transfer], done: RunCompletion) -> None:
+        """Run `transfers` one after another on a thread of the pool, then call `done` with all outcomes. After `close`,
+        they are CANCELLED at once.
+        """
+        batch = TransferBatch(transfers, 1, done)
+        if not self.post(batch.run):
+            batch.end_part()
 
     def begin(self, job: Callable[[], None], done: Completion) -> None:
         """Run `job` on a thread of the pool. The job makes sure that `done` is called later; if the job raises, `done`
@@ -229,20 +237,21 @@ class PendingWrites:
         self._numbers: set[int] = set()
         self._waiting: list[_Wait] = []
 
-    def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
+    def begin(self, done: Callable[[Any], None], *, must_succeed: bool = False) -> Callable[[Any], None]:
         """Add a write to the list, and return the completion that the write must call at its end in place of `done`.
-        With `must_succeed`, an action that waits for this write gets False if the write fails.
+        With `must_succeed`, an action that waits for this write gets False if the write fails; without it, the write
+        may be of several blocks.
         """
         with self._lock:
             self._last += 1
             number = self._last
             self._numbers.add(number)
 
-        def ended(outcome: Outcome) -> None:
+        def ended(outcome: Any) -> None:
             try:
                 done(outcome)
             finally:
-                self._end(number, all_well=outcome.ok or not must_succeed)
+                self._end(number, all_well=not must_succeed or outcome.ok)
 
         return ended
 

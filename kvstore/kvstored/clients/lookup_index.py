@@ -15,7 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore_proto import lookup_index as layout
 from kvstore_proto.lookup_index import IndexLayout, IndexState
@@ -156,16 +156,16 @@ class LookupIndexes:
     def offered(self) -> bool:
         return self._buckets > 0
 
-    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Update the table of `tenant`: the block `key` is now readable in the tiers of `mask`, an int whose bit t
-        stands for tier t; 0 stands for no tier. `row` is the block's row in the block index."""
-        table = self._tables.get(tenant)
+    def changed(self, tenant: int, rows: Sequence[int]) -> None:
+        """Update the table of `tenant`: the tiers in which the blocks `rows` can be read have changed."""
+        table, residency = self._tables.get(tenant), self._residency
         if table is None:
             return
-        if mask and (served := self._residency.exactness.served_tiers(row)):
-            table.put(key, self._code_of_mask[served])
-        else:
-            table.remove(key)
+        for row in rows:
+            if served := residency.exactness.served_tiers(row):
+                table.put(residency.key(row), self._code_of_mask[served])
+            else:
+                table.remove(residency.key(row))
 
     def grant(self, session: ClientSession) -> tuple[hs.LookupIndexGrant, int | None]:
         """Return the message that lets the client of `session` map its tenant's lookup table, and the table's

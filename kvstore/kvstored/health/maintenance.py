@@ -74,6 +74,7 @@ class Maintenance:
         loop, host = asyncio.get_running_loop(), self._store.host
         with ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread, contextlib.suppress(RuntimeError):
             while still_wanted():
-                self.prefaulted = await loop.run_in_executor(thread, host.prefault_slice, PREFAULT_SLICE_BYTES)
-                done_bytes, total_bytes = self.prefaulted
-                await asyncio.sleep(TICK_S if done_bytes == total_bytes else 0)
+                before = self.prefaulted
+                if not host.is_prefaulted:  # else no thread needs to wake up
+                    self.prefaulted = await loop.run_in_executor(thread, host.prefault_slice, PREFAULT_SLICE_BYTES)
+                await asyncio.sleep(TICK_S if self.prefaulted == before else 0)

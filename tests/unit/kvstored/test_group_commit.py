@@ -54,7 +54,7 @@ class Scene:
 
     def written(self, token: int) -> asyncio.Future[bool]:
         write: Any = SimpleNamespace(token=token, settled=asyncio.get_running_loop().create_future(), state=None)
-        self.commit.begun(write)
+        self.commit.begun([write])
         self.commit.ended(write, went_well=True)
         settled: asyncio.Future[bool] = write.settled
         return settled

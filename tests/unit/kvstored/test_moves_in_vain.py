@@ -66,19 +66,71 @@ def test_a_request_for_a_block_whose_prefetch_was_refused_just_now_gets_it(tmp_p
     over_nvme(tmp_path, scenario)
 
 
+def test_blocks_that_are_one_transfer_end_each_by_itself(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        rows, lane = [small.find(1), small.find(2)], small.store.mover.lanes["nvme→host"]
+        small.disk.plan(Fault("read", "corrupt", at=2, until=2))
+        async with asyncio.timeout(FAR_S):
+            answers = await asyncio.gather(*small.store.promoter.promote_run(rows, Priority.DEMAND))
+        assert answers == [True, False] and small.residency.has(rows[0], small.mapped)
+        assert small.find(2) < 0
+        assert lane.statistics(0).moved_blocks[Priority.DEMAND] == 0, "a transfer that did not go well is no measure"
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_a_block_that_is_still_wanted_comes_though_the_others_of_its_transfer_are_not(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        promoter, rows = small.store.promoter, [small.find(1), small.find(2)]
+        answers = promoter.promote_run(rows, Priority.DEMAND)
+        promoter.give_up(small.residency.token(rows[0]))
+        async with asyncio.timeout(FAR_S):
+            assert await answers[1]
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_no_block_is_read_that_nobody_waits_for(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        promoter, rows = small.store.promoter, [small.find(1), small.find(2)]
+        answers = promoter.promote_run(rows, Priority.DEMAND)
+        for row in rows:
+            promoter.give_up(small.residency.token(row))
+        async with asyncio.timeout(FAR_S):
+            assert await asyncio.gather(*answers) == [False, False]
+        assert not any(small.residency.is_in(row, small.mapped) for row in rows)
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_blocks_are_written_through_as_one_transfer(tmp_path: Path) -> None:
+    async def scenario(small: SmallStore) -> None:
+        rows = [await small.store_in(small.mapped, number, number - 1 if number > 3 else None) for number in (3, 4, 5)]
+        small.disk.plan(Fault("write", "fail", at=2, until=2))
+        settled = small.writeback.write_through_run(rows, at_once=True)
+        writes = [small.writeback.gate.backlog.writes[small.residency.token(row)] for row in rows]
+        assert len({write.ticket for write in writes}) == 1
+        async with asyncio.timeout(FAR_S):
+            assert await asyncio.gather(*settled) == [True, False, True]
+        assert small.writeback.are_durable(rows) == [True, False, True]
+        assert small.writeback.gate.refusal_of(rows[1]) is Refusal.WRITE_FAILED
+
+    over_nvme(tmp_path, scenario)
+
+
 def test_a_prefetch_that_fails_to_make_room_does_not_hold_up_the_ones_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(small: SmallStore) -> None:
-        def refuse(*_: object) -> Slot | None:
+        def refuse(*_: object, **__: object) -> list[Slot]:
             raise ZeroDivisionError("a mistake")
 
         promoter = small.store.promoter
         with monkeypatch.context() as patched:
-            patched.setattr(small.store.room, "allocate_now", lambda *_: None)
+            patched.setattr(small.store.room, "allocate_run", lambda *_, **__: [])
             promotion = promoter.promote(small.find(1), Priority.PREFETCH)
             assert promoter.prefetch_seeks_room
-            patched.setattr(small.store.room, "allocate_now", refuse)
+            patched.setattr(small.store.room, "allocate_run", refuse)
             async with asyncio.timeout(FAR_S):
                 assert not await promotion
         assert not promoter.prefetch_seeks_room
@@ -104,15 +156,15 @@ def test_nothing_is_charged_for_a_write_that_fails_to_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(small: SmallStore) -> None:
-        def refuse(*_: object) -> Slot | None:
+        def refuse(*_: object, **__: object) -> list[Slot]:
             raise ZeroDivisionError("a mistake")
 
         row, room = await small.store_in(small.mapped, 3), small.store.rooms[small.residency.durable]
         before_bytes = small.store.endurance.report().spent_bytes
         with monkeypatch.context() as patched:
-            patched.setattr(room, "allocate_now", lambda *_: None)
+            patched.setattr(room, "allocate_run", lambda *_, **__: [])
             settled = small.writeback.write_through(row, at_once=True)
-            patched.setattr(room, "allocate_now", refuse)
+            patched.setattr(room, "allocate_run", refuse)
             async with asyncio.timeout(FAR_S):
                 assert not await settled
         assert small.writeback.gate.refusal_of(row) is Refusal.ROOM

@@ -26,6 +26,7 @@ from kvstore_tiers.base import (
     MemoryKind,
     Outcome,
     OutcomeKind,
+    RunCompletion,
     Segment,
     Slot,
     TierInfo,
@@ -258,6 +259,18 @@ class NvmeTier(ContainerTier):
         require_fits(slot, header, segments)
         store = partial(self._transfers.store, self._place(slot), header, segments)
         self._threads.submit(store, self._pending.begin(done))
+
+    def move_in_run(
+        self, slots: Sequence[Slot], sources: Sequence[Segment], keys: Sequence[bytes], done: RunCompletion
+    ) -> None:
+        steps = [partial(self._transfers.store_image, self._place(slot)) for slot in slots]
+        self._threads.submit_run(list(map(partial, steps, sources, keys)), self._pending.begin(done))
+
+    def move_out_run(
+        self, slots: Sequence[Slot], destinations: Sequence[Segment], keys: Sequence[bytes], done: RunCompletion
+    ) -> None:
+        steps = [partial(self._transfers.load_image, self._place(slot)) for slot in slots]
+        self._threads.submit_run(list(map(partial, steps, destinations, keys)), done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._threads.submit(partial(self._transfers.load, self._place(slot), expect_key, segments), done)

@@ -6,11 +6,12 @@ Owns the obligations of kvstore_tiers.base, one test each. Never knows a tier's 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from kvstore_tiers.segments import AlignedBuffer, Segment, segment_of, view_at
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, pieces, put
 
 CAPACITY_BYTES = 4 << 20
+FAR_S = 60.0
 PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page
 
 
@@ -236,6 +238,24 @@ class TierContract:
             assert slot is not None
             outcome = finish(lambda done: tier.move_in(slot, garbage.segment(8192), b"k" * 16, done))
             assert outcome.kind is OutcomeKind.CORRUPT
+
+    def test_images_that_move_together_end_each_by_itself(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            blocks, images = [block(30 + number, PAYLOAD_BYTES) for number in range(3)], list[Segment]()
+            for number, (header, payload) in enumerate(blocks):
+                sealed = replace(header, checksum=payload_checksum(payload)).pack() if number != 1 else b""
+                image = segment_of(np.frombuffer(sealed.ljust(HEADER_BYTES, b"-") + payload.tobytes(), np.uint8))
+                images.append(image)
+            slots = tier.allocate_run(3, slot_bytes(PAYLOAD_BYTES))
+            targets, keys = [AlignedBuffer(slots[0].nbytes) for _ in slots], [header.key for header, _ in blocks]
+            ended: SimpleQueue[Sequence[Outcome]] = SimpleQueue()
+            tier.move_in_run(slots, images, keys, ended.put)
+            assert [outcome.ok for outcome in ended.get(timeout=FAR_S)] == [True, False, True]
+            tier.move_out_run(slots, [each.segment(each.nbytes) for each in targets], keys, ended.put)
+            assert [outcome.ok for outcome in ended.get(timeout=FAR_S)] == [True, False, True]
+            for at in (0, 2):
+                moved = view_at(targets[at].address, HEADER_BYTES + PAYLOAD_BYTES)
+                assert np.array_equal(moved[HEADER_BYTES:], blocks[at][1])
 
     def test_a_block_is_copied_to_another_slot(self) -> None:
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:

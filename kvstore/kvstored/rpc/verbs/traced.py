@@ -72,6 +72,7 @@ class SpanMaker:
             facts: SpanFacts = {
                 "lane": lane,
                 "priority": priority.name.lower(),
+                "blocks": transfer.blocks,
                 "bytes": nbytes,
                 "waited_us": waited_us,
             }
@@ -79,7 +80,7 @@ class SpanMaker:
             self.end("kvstored.move", context, parent, queued_ns, facts, error=error)
             transfer.done(outcome)
 
-        return LaneTransfer(start, done)
+        return LaneTransfer(start, done, transfer.blocks)
 
 
 class TracedLeases:

@@ -111,7 +111,6 @@ class Arrival:
         With `filling` they are readable only after `publish_run`. Raises RuntimeError for a key that has a row already.
         """
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
-        readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
         kind = self.kind_number((tenant, fingerprint_id, group))
         depth = rows.depth[parent] + 1 if parent >= 0 else 0
         free = rows.reserve(len(keys))
@@ -121,14 +120,15 @@ class Arrival:
                 each.grow(rows.capacity)
         row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, recall = copies.state, copies.kids, ghost.accesses
-        entered, where, is_now = (unreadable, rows.filling, _FILLING) if filling else (readable, mask, _STORED)
-        bit = ONLY[tier]
+        state, kids, recall = copies.state, copies.kids, index.ghost.accesses
+        entered = index.unreadable if filling else index.readable
+        where, is_now, bit = rows.filling if filling else mask, _FILLING if filling else _STORED, ONLY[tier]
         self._view.changes += 1
         found: list[int] = []
+        stored = [] if index.has_none_of(keys) else [key for key in keys if index.row(key) >= 0]
+        if stored or len(set(keys)) < len(keys):
+            raise RuntimeError(f"block {(*stored, keys[0])[0].hex()} is stored already")
         for key in keys:
-            if key in readable or key in unreadable or (index.bulk is not None and index.bulk.get(key) >= 0):
-                raise RuntimeError(f"block {key.hex()} is stored already")
             row = free.pop()
             row_keys[row] = key
             parents[row] = parent
@@ -161,19 +161,24 @@ class Arrival:
     def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
         """Give the block at `row` a copy in `tier`, in `slot`. The copy is readable at once; with `filling`, only after
         a call of `publish`."""
-        copies = self._view.copies[tier]
-        self._view.changes += 1
-        if self._view.rows.keys[row] is None:
-            self._tree.to_dictionary(row)
-        advance(copies.state[row], Step.RESERVE if filling else Step.RECOVER)
-        copies.put(row, slot, self._view.kind_tenant[self._view.rows.kind[row]])
-        parent = self._view.rows.parent[row]
-        if parent >= 0:
-            copies.kids[parent] += 1
-        copies.state[row] = _FILLING
-        self._view.rows.filling[row] |= ONLY[tier]
+        self.attach_run((row,), tier, (slot,), Step.RESERVE if filling else Step.RECOVER)
         if not filling:
             self.publish(row, tier, now_ns)
+
+    def attach_run(self, run: Sequence[int], tier: int, slots: Sequence[Slot], step: Step = Step.RESERVE) -> None:
+        """Give each block of `run`, which are of one tenant, a copy in `tier`, in the slot of `slots` at the same
+        position. The copies are readable after a call of `publish_run`."""
+        rows, copies, bit = self._view.rows, self._view.copies[tier], ONLY[tier]
+        self._view.changes += 1
+        for row in run:
+            if rows.keys[row] is None:
+                self._tree.to_dictionary(row)
+            advance(copies.state[row], step)
+            copies.state[row] = _FILLING
+            if (parent := rows.parent[row]) >= 0:
+                copies.kids[parent] += 1
+            rows.filling[row] |= bit
+        copies.put_run(run, slots, self._view.kind_tenant[rows.kind[run[0]]])
 
     def publish(self, row: int, tier: int, now_ns: int) -> None:
         """Make the copy of the block at `row` in `tier`, which was being filled and is complete, readable."""

@@ -96,9 +96,9 @@ class _BesideByKey(_Beside):
 class PresenceListener(Protocol):
     """A listener to every change of the tiers from which a block can be read."""
 
-    def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Note that the block `key` of `tenant` is now readable in exactly the tiers of `mask`, a TierSet as an int.
-        `row` is still the row of this block.
+    def changed(self, tenant: int, rows: Sequence[int]) -> None:
+        """Note that the tiers in which the blocks `rows` of `tenant` can be read have changed. No row is another
+        block's yet.
         """
 
 
@@ -172,11 +172,8 @@ class Listeners:
         changed."""
         if self.noted is not None:
             self.noted(rows)
-        view, mask = self._view, self._view.rows.mask
         for listener in self.presence:
-            tenant = view.tenant_of(rows[0])
-            for row in rows:
-                listener.changed(tenant, view.key(row), mask[row], row)
+            listener.changed(self._view.tenant_of(rows[0]), rows)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         self._view.deletions += 1

@@ -36,6 +36,8 @@ class Exactness:
 
     def error(self, row: int, tier: int) -> float:
         """Return the error bound of the copy in `tier`; 0 when its payload is what was put."""
+        if not self.has_lossy:
+            return 0.0
         return float(np.uint32(self._copies[tier].optional.get("error", row)).view(np.float32))
 
     def is_lossy(self, row: int, tier: int) -> bool:

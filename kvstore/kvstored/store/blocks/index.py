@@ -167,7 +167,7 @@ class Residency(ResidencyView):
         self.kind_number = arrival.kind_number
         self.insert = arrival.insert
         self.store_run = arrival.store_run
-        self.attach = arrival.attach
+        self.attach, self.attach_run = arrival.attach, arrival.attach_run
         self.publish, self.publish_run = arrival.publish, arrival.publish_run
         self.move = arrival.move
         self.note_stored = arrival.note_stored

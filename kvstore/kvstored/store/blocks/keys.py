@@ -227,6 +227,10 @@ class TenantIndex:
             return -1 if self.bulk is None else self.bulk.get(key)
         return row
 
+    def has_none_of(self, keys: Sequence[bytes]) -> bool:
+        """Return True if none of `keys` has a row. False may mean that this takes a closer look."""
+        return self.bulk is None and self.readable.keys().isdisjoint(keys) and self.unreadable.keys().isdisjoint(keys)
+
     def row(self, key: bytes) -> int:
         row = self.find(key)
         return self.unreadable.get(key, -1) if row < 0 else row

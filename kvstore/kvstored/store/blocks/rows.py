@@ -173,6 +173,17 @@ class RowColumns:
         generation = self.generation
         return [generation[row] << ROW_BITS | row for row in rows]
 
+    def chains_of(self, rows: Iterable[int]) -> list[list[int]]:
+        """Return `rows` in lists, each of blocks that follow one another in a chain."""
+        parent, found, last = self.parent, list[list[int]](), -1
+        for row in rows:
+            if last >= 0 and parent[row] == last:
+                found[-1].append(row)
+            else:
+                found.append([row])
+            last = row
+        return found
+
     def still_there(self, tokens: Iterable[int]) -> list[int]:
         """Return the rows that `tokens` name, without those whose blocks are gone."""
         generation, keys, mask, capacity = self.generation, self.keys, self.mask, self.capacity

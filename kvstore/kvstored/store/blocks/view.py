@@ -163,6 +163,8 @@ class ResidencyView:
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
         """Return whether another tenant has a copy in `tier`, in any state, of a block with the same key."""
+        if len(self.tenants) == 1:
+            return False
         key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
         others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
         return any(other >= 0 and state[other] for other in others)

@@ -158,8 +158,9 @@ class Gets:
                 outlook.add([self._residency.fastest(row, device_tiers) for row in rows], list(ready_us))
             elif asked.mapped_only:
                 return 0
-            order = range(max(held, first), end)
-            return loading.begin(reversed(order) if asked.from_back else order, until_ns)
+            positions = range(max(held, first), end)
+            order = reversed(positions) if asked.from_back else positions
+            return loading.begin(order, until_ns, one_by_one=outlook is not None)
 
         patience_ms = begin(0, intact)
         if question is not None and intact == known:

@@ -45,11 +45,13 @@ class Intake:
         """Return the blocks from the next one to `end` that can begin together: they are of one size, continue one
         another, and have no row in `index`, the tenant's."""
         first = self.blocks[self.begun]
-        run = [first]
+        run, key = [first], first.key
+        may_have_row = not index.has_none_of([block.key for block in self.blocks[self.begun + 1 : end]])
         for block in self.blocks[self.begun + 1 : end]:
             # The parent of the first may get a row meanwhile.
-            is_next = block.parent == run[-1].key and block.payload_bytes == first.payload_bytes
-            if not is_next or block.key == first.parent or index.row(block.key) >= 0:
+            is_next = block.parent == key and block.payload_bytes == first.payload_bytes
+            key = block.key
+            if not is_next or key == first.parent or (may_have_row and index.row(key) >= 0):
                 break
             run.append(block)
         return run

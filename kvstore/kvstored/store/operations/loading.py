@@ -66,9 +66,10 @@ class Loading:
                     return at
         return len(rows)
 
-    def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. The caller
-        waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
+    def begin(self, positions: Iterable[int], due_ns: int, *, one_by_one: bool) -> int:
+        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. Each comes
+        by itself for a caller that wants it `one_by_one`, else small ones come together. The caller waits until
+        `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -82,12 +83,18 @@ class Loading:
         ways: dict[int, DevicePromotion] = {}  # by row, of those that should go past the mapped tier
         for each in self._device_promotions:
             ways |= dict.fromkeys(each.choose([row for _, row in sorted(lacking) if row not in ways]), each)
+        by_dram: list[tuple[int, int]] = []
         for position, row in lacking:
-            way, promotion = ways.get(row), None
-            if way is not None and (promotion := way.promote(row, due_ns)) is not None:
-                self._taken[position] = way
-            self._coming[position] = promotion = promotion or promoter.promote(row, Priority.DEMAND, due_ns)
-            promotion.add_done_callback(partial(self._ended, position))
+            if (way := ways.get(row)) is not None and (promotion := way.promote(row, due_ns)) is not None:
+                self._taken[position], self._coming[position] = way, promotion
+            else:
+                by_dram.append((position, row))
+        rows = [row for _, row in by_dram]
+        runs = [[row] for row in rows] if one_by_one else [rows]
+        promotions = [each for run in runs for each in promoter.promote_run(run, Priority.DEMAND, due_ns)]
+        self._coming.update(zip((position for position, _ in by_dram), promotions, strict=True))
+        for position, _ in lacking:
+            self._coming[position].add_done_callback(partial(self._ended, position))
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:

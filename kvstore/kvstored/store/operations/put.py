@@ -335,8 +335,6 @@ class Puts:
         """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
         published, stored_bytes = dict[int, int](), 0  # rows by position
-        runs: list[list[int]] = []  # each of blocks that follow one another
-        parents = residency.rows.parent
         for block in part.begun:
             row, outcome = residency.current(block.token), block.outcome
             assert row >= 0 and outcome is not None, "a block went away while it was being filled"
@@ -347,14 +345,10 @@ class Puts:
                 else:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
-            if runs and parents[row] == runs[-1][-1]:
-                runs[-1].append(row)
-            else:
-                runs.append([row])
             intake.statuses[block.position] = StoreStatus.STORED
             published[block.position] = row
             stored_bytes += block.payload_bytes
-        for run in runs:
+        for run in residency.rows.chains_of(published.values()):
             residency.publish_run(run, residency.mapped, now_ns)
         if not intake.client.exact:
             for row in published.values():
@@ -368,10 +362,8 @@ class Puts:
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:
             return {}
-        settling = {
-            at: writeback.write_through(row, at_once=at_once)
-            for at, row in published.items() if at_once or writeback.gate.admits(row)
-        }  # fmt: skip
+        wanted = {at: row for at, row in published.items() if at_once or writeback.gate.admits(row)}
+        settling = dict(zip(wanted, writeback.write_through_run(list(wanted.values()), at_once=at_once), strict=True))
         return with_terms(self._retention, published.items(), settling)
 
     async def _take_back(self, parts: Sequence[Part]) -> None:

@@ -18,7 +18,7 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.store.transfer.group_commit import GroupCommit
-from kvstored.store.transfer.link import BlockMove, Unmoved
+from kvstored.store.transfer.moves import BlockMove, Unmoved
 from kvstored.telemetry import Counters
 from kvstored.tier_set import TIER_SETS
 

@@ -17,7 +17,8 @@ from kvstored.store.transfer.admission import TierGate
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import Demoter
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Moves, TierLink
+from kvstored.store.transfer.link import TierLink
+from kvstored.store.transfer.moves import BlockMove, Moves
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
 
@@ -74,11 +75,11 @@ class Demotion:
             link = direct if direct is not None and residency.has(row, direct.source) else self._link
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
             move = BlockMove(residency.token(row), nbytes, tenant, link, bounds.priority)
-            slot = self._room.allocate_now(nbytes, tenant) if link.staging is None else None
-            self._moves.begin(move, self._demote, self._charged(slot))
-        assert move.task is not None
-        ended, _ = await asyncio.wait([move.task], timeout=self._patience_s())
-        return bool(ended) and move.task.result()
+            slot = self._charged(self._room.allocate_now(nbytes, tenant) if link.staging is None else None)
+            self._moves.begin([move], self._demote, [] if slot is None else [slot])
+        assert move.ended is not None
+        ended, _ = await asyncio.wait([move.ended], timeout=self._patience_s())
+        return bool(ended) and move.ended.result()
 
     async def _make_room(self, nbytes: int, tenant: int) -> Slot | None:
         # A put waits for it, and there is a way beyond: nothing here waits for copies in flight.
@@ -100,16 +101,16 @@ class Demotion:
         row = self._residency.current(move.token)
         return row >= 0 and self._beyond.wants(row) and await self._beyond.write_back(row)
 
-    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of demotions under way for the blocks that `tokens` name."""
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Future[bool]]:
+        """Return the ends of demotions under way for the blocks that `tokens` name."""
         return self._moves.copies_of(tokens)
 
     async def progress(self) -> bool:
         """Wait until a demotion under way has ended. Return False when none is under way, neither here nor in
         `beyond`."""
-        tasks = [move.task for move in self._moves.under_way.values() if move.task is not None]
-        if tasks:
-            ended, _ = await asyncio.wait(tasks, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)
+        ends = [move.ended for move in self._moves.under_way.values() if move.ended is not None]
+        if ends:
+            ended, _ = await asyncio.wait(ends, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)
             return bool(ended)
         return await self._beyond.progress()
 

@@ -18,7 +18,7 @@ from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.admission import TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Moves
+from kvstored.store.transfer.moves import BlockMove, Moves
 from kvstored.store.transfer.promote import Promoter
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TierSet
@@ -82,9 +82,9 @@ class DevicePromotion:
             if slot is None and not self._can_evict(row, nbytes, tenant):
                 return None
             move = BlockMove(token, nbytes, tenant, self._link, Priority.DEMAND, due_ns)
-            self._moves.begin(move, self._read, slot)
-        assert move.task is not None
-        return asyncio.shield(move.task)
+            self._moves.begin([move], self._read, [] if slot is None else [slot])
+        assert move.ended is not None
+        return asyncio.shield(move.ended)
 
     def give_up(self, token: int) -> None:
         """Note that one caller of `promote` no longer waits for the block that `token` names. When no caller is left
@@ -102,8 +102,8 @@ class DevicePromotion:
             for move in list(self._moves.under_way.values()):
                 move.cancel()
 
-    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of reads under way for the blocks that `tokens` name."""
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Future[bool]]:
+        """Return the ends of reads under way for the blocks that `tokens` name."""
         return self._moves.copies_of(tokens)
 
     def _is_wanted(self, row: int) -> bool:
@@ -128,7 +128,7 @@ class DevicePromotion:
         if move.outcome is None and row >= 0:  # asked again: another read may have had that slot
             slot = self._room.allocate_now(move.nbytes, move.tenant)
             if slot is not None:
-                self._moves.queue(move, slot)
+                self._moves.queue([move], [slot])
             elif not self._can_evict(row, move.nbytes, move.tenant):
                 return await self._by_dram(move)
         outcome = await self._moves.copied(move)

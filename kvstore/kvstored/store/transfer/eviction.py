@@ -77,8 +77,8 @@ class Demoter(Protocol):
 class Copier(Protocol):
     """A component that copies blocks to another tier although no request wants that. Blocks are pinned meanwhile."""
 
-    def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Task[Any]]:
-        """Return the tasks of copies under way for the blocks that `tokens` name."""
+    def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Future[Any]]:
+        """Return the ends of copies under way for the blocks that `tokens` name."""
         ...
 
 

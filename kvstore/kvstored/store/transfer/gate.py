@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,7 +23,7 @@ from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.endurance.account import TOO_MUCH, EnduranceAccount
 from kvstored.store.endurance.budget import COMMIT_BYTES, WriteVerdict, medium_bytes
 from kvstored.store.policies import Admission
-from kvstored.store.transfer.link import BlockMove
+from kvstored.store.transfer.moves import BlockMove
 from kvstored.telemetry import Counters
 
 MAX_BEHIND_S = 10.0  # of writing that waits; beyond it the disk is too slow for what is put
@@ -221,6 +221,18 @@ class WriteGate:
         if verdict is not WriteVerdict.GRANTED:
             return verdict
         self._is_commit_paid |= bool(path)
+        return path
+
+    def pay_run(self, run: Sequence[int]) -> list[int] | None:
+        """Charge the endurance budget for the blocks `run`, which follow one another, and the ancestors to be written
+        with them. Return these rows, which end with `run`; None, having charged nothing, where each is to be paid for
+        by itself: the budget has too little for all, or some need no write of their own."""
+        path = self.path(run[-1])
+        if path is None or path[-len(run) :] != run:
+            return None
+        if self.endurance.charge(self._residency.tenant_of(run[-1]), self._cost_of(path)) is not WriteVerdict.GRANTED:
+            return None
+        self._is_commit_paid = True
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,14 +78,15 @@ class GroupCommit:
         self._retry_s = RETRY_S
         self.pending: dict[int, asyncio.Future[bool]] = {}  # by token: what says that its newest copy is durable
 
-    def begun(self, write: Write) -> None:
-        """Note that the tier has begun `write`. A sync follows soon, together with other writes. Call `ended` when the
-        write ends.
+    def begun(self, writes: Sequence[Write]) -> None:
+        """Note that the tier has begun `writes`. A sync follows soon, together with other writes. Call `ended` when
+        each ends.
         """
-        write.state = WriteState.BEGUN
-        self.backlog.begun += 1
-        self._unsynced.writes.append(write)
-        self.pending[write.token] = write.settled
+        for write in writes:
+            write.state = WriteState.BEGUN
+            self.pending[write.token] = write.settled
+        self.backlog.begun += len(writes)
+        self._unsynced.writes += writes
         if not self.backlog.queued or len(self._unsynced.writes) >= self.batch.blocks:
             self.begin()
         elif self._timer is None:  # a steady stream of writes must not put the sync off for ever

@@ -105,6 +105,7 @@ class LaneItem(Generic[Work]):
     priority: Priority
     queued_ns: int
     due_ns: int
+    blocks: int
     arrival: int = 0
     started_ns: int = 0
     shared_bytes: int = 0
@@ -154,8 +155,7 @@ class Lane(Generic[Work]):
         self._moved_blocks = [0] * len(Priority)
         self._moved_bytes = [0] * len(Priority)
         self._refused = [0] * len(Priority)
-        self._cancelled = 0
-        self._failed = 0
+        self._cancelled = self._failed = 0
 
     def share_medium(self, others: Iterable[Lane[Work]]) -> None:
         """Let queued or running demand in any of `others`, lanes on the same medium, delay this lane's prefetches."""
@@ -164,10 +164,10 @@ class Lane(Generic[Work]):
     # What the caller does to items
 
     def submit(
-        self, priority: Priority, nbytes: int, work: Work, now_ns: int, due_ns: int | None = None
+        self, priority: Priority, nbytes: int, work: Work, now_ns: int, due_ns: int | None = None, blocks: int = 1
     ) -> int | Refused:
-        """Queue `work` of `nbytes` bytes; return its ticket, or why it was refused. Of items with the priority demand,
-        the one with the earliest `due_ns` (when its caller stops waiting) starts first."""
+        """Queue `work`, of `blocks` with `nbytes` bytes; return its ticket, or why it was refused. Of demand, the item
+        with the earliest `due_ns` (when its caller stops waiting) starts first."""
         refused: Refused | None = None
         if self._closed:
             refused = Refused.CLOSED
@@ -181,7 +181,7 @@ class Lane(Generic[Work]):
         self._tickets += 1
         if priority == Priority.DEMAND:
             self._demand_arrives(nbytes, now_ns)
-        self._enqueue(LaneItem(self._tickets, work, nbytes, priority, now_ns, self._due_ns(now_ns, due_ns)))
+        self._enqueue(LaneItem(self._tickets, work, nbytes, priority, now_ns, self._due_ns(now_ns, due_ns), blocks))
         return self._tickets
 
     def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
@@ -250,7 +250,7 @@ class Lane(Generic[Work]):
         if not ok:
             self._failed += 1
             return
-        self._moved_blocks[priority] += 1
+        self._moved_blocks[priority] += item.blocks
         self._moved_bytes[priority] += item.nbytes
         self._meter.add(item.nbytes, now_ns)
         self.service.completed(item.nbytes, item.started_ns, item.shared_bytes, now_ns)
@@ -291,7 +291,7 @@ class Lane(Generic[Work]):
     def statistics(self, now_ns: int) -> LaneStatistics:
         return LaneStatistics(
             name=self.name,
-            queued=tuple(map(len, self._queues)),
+            queued=tuple(sum([item.blocks for item in queue.values()]) for queue in self._queues),
             queued_bytes=tuple(self._queued_bytes),
             in_flight=tuple(self._in_flight),
             moved_blocks=tuple(self._moved_blocks),

@@ -19,10 +19,12 @@ from kvstored.store.transfer.lane import Lane, LaneItem, Priority, Refused
 
 @dataclass(slots=True)
 class LaneTransfer:
-    """A transfer that waits in a lane. `start` begins to copy the block, and `done` is called with the outcome."""
+    """A transfer of `blocks` blocks that waits in a lane. `start` begins to copy them, and `done` is called with the
+    outcome, which is DONE only if all went well."""
 
     start: Callable[[Completion], None]
     done: Callable[[Outcome], None]
+    blocks: int = 1
 
 
 Trace = Callable[[str, Priority, int, LaneTransfer], LaneTransfer]
@@ -49,7 +51,7 @@ class Mover:
         lane = self.lanes[lane_name]
         if self.trace is not None:
             transfer = self.trace(lane_name, priority, nbytes, transfer)
-        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
+        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns, transfer.blocks)
         if not isinstance(answer, Refused):
             self._schedule(lane)
         return answer

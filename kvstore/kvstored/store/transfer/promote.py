@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
@@ -23,7 +24,8 @@ from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Moves, TierLink, Unmoved
+from kvstored.store.transfer.link import TierLink
+from kvstored.store.transfer.moves import BlockMove, Moves, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import MEMBERS, TIER_SETS, TierSet
@@ -42,6 +44,12 @@ class _Promotion(BlockMove):
 
     answer: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     on_end: Callable[[bool, bool], None] | None = None
+
+
+def _alike(promotions: Iterable[_Promotion]) -> Iterator[list[_Promotion]]:
+    """Yield the promotions in lists of neighbours with slots of one size, of one tenant."""
+    for _, alike in groupby(promotions, lambda promotion: (promotion.nbytes, promotion.tenant)):
+        yield list(alike)
 
 
 class Promoter:
@@ -117,41 +125,57 @@ class Promoter:
         return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
     def promote(self, row: int, priority: Priority, due_ns: int | None = None) -> asyncio.Future[bool]:
-        """Copy the block at `row` to the mapped tier. Return a future that resolves to whether it has a copy there. If
-        a promotion of it is under way, join that, and raise it to the higher `priority`. The caller stops waiting at
-        `due_ns` (monotonic)."""
-        residency = self._residency
-        known = self._moves.find(residency.token(row))
-        if known is not None:
-            known.waiters += 1
-            known.is_asked_again |= known.has_ended
-            if priority < known.priority:
-                self._hold_room(known, -1)
-                known.raise_priority(priority, due_ns)
-                self._hold_room(known, +1)
-            elif due_ns is not None and priority == known.priority:
-                known.raise_priority(priority, due_ns if known.due_ns is None else min(known.due_ns, due_ns))
-            return known.answer
-        link = self._link_of(row)
-        if link is None or residency.state(row, residency.mapped):  # a put is filling it: its tier was out of reach
-            answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            answer.set_result(residency.has(row, residency.mapped))
-            return answer
-        slot = self._room.allocate_now(residency.slot_bytes(row), residency.tenant_of(row))
-        return self._begin(row, priority, link, slot, due_ns).answer
+        """Copy the block at `row` to the mapped tier, as `promote_run` does."""
+        return self.promote_run([row], priority, due_ns)[0]
 
-    def _begin(
-        self, row: int, priority: Priority, link: TierLink, slot: Slot | None, due_ns: int | None = None
-    ) -> _Promotion:
-        """Begin to read into `slot`, or into one for which room is made first."""
-        residency = self._residency
-        promotion = _Promotion(
-            residency.token(row), residency.slot_bytes(row), residency.tenant_of(row), link, priority, due_ns
-        )
+    def promote_run(
+        self, rows: Sequence[int], priority: Priority, due_ns: int | None = None
+    ) -> list[asyncio.Future[bool]]:
+        """Copy the blocks `rows` to the mapped tier. Return a future for each, which resolves to whether it has a copy
+        there. If a promotion of it is under way, join that, and raise it to the higher `priority`. The caller stops
+        waiting at `due_ns` (monotonic)."""
+        residency, answers, fresh = self._residency, list[asyncio.Future[bool]](), list[_Promotion]()
+        for row in rows:
+            known = self._moves.find(residency.token(row))
+            if known is not None:
+                answers.append(self._join(known, priority, due_ns))
+                continue
+            link = self._link_of(row)
+            if link is None or residency.state(row, residency.mapped):  # a put is filling it: its tier was out of reach
+                answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                answer.set_result(residency.has(row, residency.mapped))
+                answers.append(answer)
+                continue
+            fresh.append(self._new(row, priority, link, due_ns))
+            answers.append(fresh[-1].answer)
+        for alike in _alike(fresh):
+            slots = self._room.allocate_run(len(alike), alike[0].nbytes, alike[0].tenant)
+            self._begin(alike, slots)
+        return answers
+
+    def _join(self, known: _Promotion, priority: Priority, due_ns: int | None) -> asyncio.Future[bool]:
+        known.waiters += 1
+        known.is_asked_again |= known.has_ended
+        if priority < known.priority:
+            self._hold_room(known, -1)
+            known.raise_priority(priority, due_ns)
+            self._hold_room(known, +1)
+        elif due_ns is not None and priority == known.priority:
+            known.raise_priority(priority, due_ns if known.due_ns is None else min(known.due_ns, due_ns))
+        return known.answer
+
+    def _new(self, row: int, priority: Priority, link: TierLink, due_ns: int | None = None) -> _Promotion:
+        residency, tenant = self._residency, self._residency.tenant_of(row)
+        promotion = _Promotion(residency.token(row), residency.slot_bytes(row), tenant, link, priority, due_ns)
         self._hold_room(promotion, +1)
-        if slot is None and priority is Priority.PREFETCH:
-            self._seeking.add(promotion.token)
-        return self._moves.begin(promotion, self._promote, slot)
+        return promotion
+
+    def _begin(self, promotions: Sequence[_Promotion], slots: Sequence[Slot]) -> None:
+        """Begin to read into `slots`, and, beyond their number, into slots for which room is made first."""
+        for promotion in promotions[len(slots) :]:
+            if promotion.priority is Priority.PREFETCH:
+                self._seeking.add(promotion.token)
+        self._moves.begin(promotions, self._promote, slots)
 
     def give_up(self, token: int) -> None:
         """Note that one caller no longer waits for the promotion of the block that `token` names. When no caller is
@@ -185,7 +209,8 @@ class Promoter:
             victim = self._room.next_victim(nbytes, residency.tenant_of(row))
             if victim < 0 or not pays(victim):
                 return False
-        promotion = self._begin(row, Priority.PREFETCH, link, slot)
+        promotion = self._new(row, Priority.PREFETCH, link)
+        self._begin([promotion], [] if slot is None else [slot])
         if promotion.is_refused:
             return False
         promotion.on_end = ended

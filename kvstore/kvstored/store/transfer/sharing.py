@@ -20,7 +20,8 @@ from kvstored.store.remote import Absences
 from kvstored.store.transfer.admission import TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Moves, TierLink, Unmoved
+from kvstored.store.transfer.link import TierLink
+from kvstored.store.transfer.moves import BlockMove, Moves, Unmoved
 from kvstored.telemetry import Counters
 
 AT_ONCE = 8
@@ -78,8 +79,8 @@ class Sharing:
         wait to be copied to the other tier, plus the copies under way."""
         return len(self._chains) + len(self._path) + len(self._moves)
 
-    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of copies under way for the blocks that `tokens` name. Copies of these blocks that have not
+    def copies_of(self, tokens: Collection[int]) -> list[asyncio.Future[bool]]:
+        """Return the ends of copies under way for the blocks that `tokens` name. Copies of these blocks that have not
         begun are dropped: only a later use can begin one."""
         if any(token in tokens for token in self._path):
             self._path.clear()  # the blocks after it could not be found without it
@@ -145,7 +146,8 @@ class Sharing:
                 self._path.clear()
                 return
         self._gate.spend(nbytes)
-        self._moves.begin(BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
+        move = BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION)
+        self._moves.begin([move], self._share, [] if slot is None else [slot])
 
     async def _share(self, move: BlockMove) -> bool:
         try:

@@ -21,7 +21,8 @@ from kvstored.store.endurance.budget import WriteVerdict
 from kvstored.store.transfer.gate import Refusal, Write, WriteState
 from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Moves, TierLink, Unmoved
+from kvstored.store.transfer.link import TierLink
+from kvstored.store.transfer.moves import Moves, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TIER_SETS
@@ -49,8 +50,8 @@ class _Writes(Moves[Write]):
     def _is_wanted(self, move: Write, row: int) -> bool:
         return super()._is_wanted(move, row) and self.hindrance(row) is None
 
-    def _begun(self, move: Write) -> None:
-        self._commit.begun(move)
+    def _begun(self, moves: Sequence[Write]) -> None:
+        self._commit.begun(moves)
 
     def _ended(self, move: Write, outcome: Outcome) -> None:
         if move.state is WriteState.BEGUN:
@@ -147,11 +148,23 @@ class WriteBack:
 
     # Orders
 
+    def write_through_run(self, rows: Sequence[int], *, at_once: bool = False) -> list[asyncio.Future[bool]]:
+        """Write the blocks `rows`, in chain order, as `write_through` does for each. Return the future of each."""
+        found: list[asyncio.Future[bool]] = []
+        for run in self._residency.rows.chains_of(rows):
+            path = None if self._waiting else self.gate.pay_run(run)
+            if path is None:
+                found += [self.write_through(row, at_once=at_once) for row in run]
+                continue
+            priority = Priority.DEMAND if at_once else Priority.DEMOTION
+            found += [self._enqueue(row, priority).settled for row in path][-len(run) :]
+            self._begin_soon(at_once)
+        return found
+
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
         """Write the block at `row` if the budget of writes allows it. Return a future that resolves to True when the
         block is durable, False when it will not be. With `at_once` a client waits, so the write has the highest
         priority."""
-        loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
             if self._tier.keeps_recovered and not self.is_durable(row):
                 return self._commit.when_synced()
@@ -167,11 +180,15 @@ class WriteBack:
         else:
             self.gate.refuse(token, self.gate.breaker_or(paid))
             settled = _resolved(False)
+        self._begin_soon(at_once)
+        return settled
+
+    def _begin_soon(self, at_once: bool) -> None:
         if at_once or len(self._backlog.gathering) >= self._commit.batch.blocks:
             self._start_batch()
         elif self._timer is None and self._backlog.gathering:
-            self._timer = loop.call_later(self._commit.batch.delay_ms / 1000 / 2, self._start_batch)
-        return settled
+            delay_s = self._commit.batch.delay_ms / 1000 / 2
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._start_batch)
 
     async def write_back(self, row: int) -> bool:
         """Write the block at `row`, which is being evicted, with the priority of demand. Return whether it has a copy
@@ -190,8 +207,8 @@ class WriteBack:
                 return self._residency.has(row, self._position)
         write = self._enqueue(row, Priority.DEMAND)
         self._start_batch()
-        assert write.task is not None
-        return await asyncio.shield(write.task)
+        assert write.ended is not None
+        return await asyncio.shield(write.ended)
 
     def write_again(self, tokens: Iterable[int]) -> None:
         """Write the blocks that `tokens` name, if they still exist. Their durable copies were damaged."""
@@ -296,14 +313,24 @@ class WriteBack:
             self._timer.cancel()
             self._timer = None
         batch, self._backlog.gathering = self._backlog.gathering, []
+        ready: list[Write] = []  # neighbours of one size
         for write in batch:
             row = self._residency.current(write.token)
             source = self._residency.fastest_in_memory(row) if row >= 0 else -1
             if source >= 0:
                 write.link = self._links[source]  # where it gathered, the copy that it had then may have been lost
-            is_ready = row >= 0 and write.link.staging is None
-            slot = self._room.allocate_now(write.nbytes, write.tenant) if is_ready else None
-            self._writes.begin(write, self._write, slot)
+            if row < 0 or write.link.staging is not None:
+                self._writes.begin([write], self._write)
+                continue
+            if ready and (write.nbytes, write.tenant) != (ready[0].nbytes, ready[0].tenant):
+                self._begin_run(ready)
+                ready = []
+            ready.append(write)
+        if ready:
+            self._begin_run(ready)
+
+    def _begin_run(self, run: list[Write]) -> None:
+        self._writes.begin(run, self._write, self._room.allocate_run(len(run), run[0].nbytes, run[0].tenant))
 
     async def _write(self, write: Write) -> bool:
         is_written = False
