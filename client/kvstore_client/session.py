@@ -58,9 +58,8 @@ class Session(OpenSession):
         """Ask the daemon for the longest prefix of `tokens` that it can restore, and return its length, the tier of
         each block, and the time that loading would take. No block is moved. It waits at most `deadline_s` seconds."""
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
-        found = Lookup(reason=REASON_NO_DAEMON)
-        if prefix is not None:
-            found = requests.lookup(prefix, timeout_s, clock=self._clock)
+        missed = Lookup(reason=REASON_NO_DAEMON)
+        found = missed if prefix is None else requests.lookup(prefix, timeout_s, clock=self._clock)
         self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
         return found
 
@@ -72,8 +71,8 @@ class Session(OpenSession):
 
         The answer may be out of date when it is used, so read blocks with `get`, which then returns a miss. The result
         has no estimate of the load. Its `reason` is "absent" if the next block was not there, and "unknown" if only
-        `lookup` can say, because there is no index or its place for the block overflowed or was being changed. The
-        first probe of a connection waits up to 20 ms for the daemon to hand over the index. Later ones do not wait."""
+        `lookup` can say: no index, or its place for the block overflowed or was being changed. The first probe of a
+        connection waits up to 20 ms for the index."""
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
     def contains(
@@ -84,8 +83,8 @@ class Session(OpenSession):
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> int | None:
-        """Return the number of leading blocks of the prefix that can be restored. If the lookup index in shared memory
-        cannot say, ask the daemon. Return None if there is no answer within `deadline_s` seconds."""
+        """Return the number of leading blocks of the prefix that can be restored, by the lookup index in shared memory
+        or the daemon; None if there is no answer within `deadline_s` seconds."""
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
@@ -165,8 +164,7 @@ class Session(OpenSession):
     ) -> LeaseStream:
         """Return a stream of leases on the stored prefix of `tokens`: one lease each time some blocks have become
         readable. Blocks in DRAM come at once; the others are promoted from the first (`order` "front") or from the
-        last ("back"). An engine that computes from the front while blocks come from the back meets them in the
-        middle. For the other parameters see `get`. The stream is empty (a miss) if there is no daemon."""
+        last ("back"). For the other parameters see `get`. The stream is empty (a miss) if there is no daemon."""
         one_of("order", order, ORDERS)
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
@@ -188,8 +186,7 @@ class Session(OpenSession):
         """Start `get_stream` for each layer group in `groups` (by default all of the fingerprint), and return the
         streams. The prefix of one group is loaded before the next group's, so an engine whose layers are in several
         groups (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use
-        only if every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks,
-        before any is loaded. `deadline_s` seconds are for all groups together."""
+        only if every group has it: `min(stream.expect() for stream in streams)` blocks. `deadline_s` is for all."""
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
         chosen = self.fingerprint.groups if groups is None else [group_of(self.fingerprint, group) for group in groups]

@@ -1,4 +1,4 @@
-"""The tensors of mapped objects as torch tensors, where they lie in the mapping: nothing is copied.
+"""The tensors of mapped objects as torch tensors in the mapping: nothing is copied.
 
 They are read-only: a write to one ends the process.
 """
@@ -21,7 +21,7 @@ DTYPES = {
 
 
 def tensor_of(mapped: MappedObject, key: str) -> torch.Tensor:
-    """Return the tensor `key` of an object as a torch tensor where it lies. Raises KeyError, and KVStoreError(INVALID)
+    """Return the tensor `key` of an object as a torch tensor in the mapping. Raises KeyError, and KVStoreError(INVALID)
     for a type that torch lacks.
     """
     entry = mapped.entry(key)
@@ -36,10 +36,10 @@ def tensor_of(mapped: MappedObject, key: str) -> torch.Tensor:
 
 
 def rows_of(table: Table) -> torch.Tensor:
-    """Return the rows of `table` as a torch tensor where they lie."""
+    """Return the rows of `table` as a torch tensor in the mapping."""
     return tensor_of(table.mapped, ROWS)
 
 
 def embedding(table: Table) -> torch.nn.Embedding:
-    """Return an embedding over the rows of `table`, where they lie; its weight cannot be trained."""
+    """Return an embedding over the rows of `table` in the mapping; its weight cannot be trained."""
     return torch.nn.Embedding.from_pretrained(rows_of(table), freeze=True)

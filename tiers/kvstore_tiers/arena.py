@@ -259,7 +259,7 @@ class Arena(ArenaMemory):
         mark_retired(self.segment(slot))
 
     def shut(self) -> None:
-        """Let this arena belong to nobody who asks for room, since processes map it that shall see no later block. Its
+        """Give no more slots of this arena, since processes map it that may see no later block. Its
         blocks stay until they are evicted or moved; no later process takes it over."""
         name, writable, _ = open_owner(self.owner).partition(_WRITABLE)
         self.owner = name + _SHUT + writable

@@ -128,7 +128,7 @@ class FileSource:
 
     def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
         """Write the `nbytes` bytes from `offset` on into `buffer`, and return where they begin. The longest run is read
-        straight into its place, which lies in its page as the file has it; the rest of its pages is overwritten."""
+        straight into its place, at the offset in its page that the file has; the rest of its pages is overwritten."""
         runs = self._runs(offset, nbytes)
         if not runs:
             buffer[:nbytes] = 0
@@ -150,7 +150,7 @@ class FileSource:
         return begin
 
     def _runs(self, offset: int, nbytes: int) -> list[Segment]:
-        """Return what lies in the `nbytes` bytes from `offset` on, by its offset there."""
+        """Return the runs of files in the `nbytes` bytes from `offset` on, by their offset there."""
         runs = []
         for each in self._segments[int(np.searchsorted(self._ends, offset, "right")) :]:
             first, last = max(each.offset, offset), min(each.offset + each.nbytes, offset + nbytes)

@@ -51,7 +51,7 @@ class Explain:
     async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Explain blocks and misses of its own tenant to the client of `session`, without saying in which slots the
         copies are. Raises KVStoreError for invalid keys, for a shortened key that fits several, and (FORBIDDEN) for
-        another tenant, or for the misses of a shared pool's readers. A reader is not told how blocks are used."""
+        another tenant, or for the misses of a shared pool's readers. A reader does not learn how blocks are used."""
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
         if request.recent_misses:

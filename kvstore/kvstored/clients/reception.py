@@ -18,7 +18,7 @@ from kvstored.store.assembly import Store
 
 log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
-TOLD_A_MINUTE = 20  # refusals that the log has; all are counted
+LOGGED_A_MINUTE = 20  # refusals that the log has; all are counted
 
 
 class Streams(Protocol):
@@ -52,7 +52,7 @@ class Reception:
         self._former = former
         self._epoch = os.urandom(16)
         self._warned_of_unmapped = False
-        self._told, self._told_minute = 0, 0
+        self._logged, self._logged_minute = 0, 0
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[ClientSession, hs.Welcome, int | None]:
         """Open a session for the process `peer`, whose hello message is `hello`. Return the session, the answering
@@ -121,12 +121,12 @@ class Reception:
     def _may_tell(self) -> bool:
         """Return whether one more refusal is logged: callers may make any number of them."""
         minute = self._store.clock.monotonic_ns() // (60 * NS_PER_S)
-        if minute != self._told_minute:
-            if self._told > TOLD_A_MINUTE:
-                log.info("%d more clients were refused before", self._told - TOLD_A_MINUTE)
-            self._told, self._told_minute = 0, minute
-        self._told += 1
-        return self._told <= TOLD_A_MINUTE
+        if minute != self._logged_minute:
+            if self._logged > LOGGED_A_MINUTE:
+                log.info("%d more clients were refused before", self._logged - LOGGED_A_MINUTE)
+            self._logged, self._logged_minute = 0, minute
+        self._logged += 1
+        return self._logged <= LOGGED_A_MINUTE
 
     def _open(self, peer: Peer, hello: hs.Hello) -> ClientSession:
         if hello.protocol_version != PROTOCOL_VERSION:

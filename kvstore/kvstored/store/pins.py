@@ -24,7 +24,7 @@ from kvstored.store.blocks import Residency
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
 ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
-NEVER_PINNED = 4  # one part in so many of what no tenant's minimum reserves is pinned by nobody
+NEVER_PINNED = 4  # one part in four of the bytes beyond all minima is left without pins
 STEP_BLOCKS = 256  # unpinned in one step: a millisecond
 STEP_ROWS = 1 << 16  # of the index, searched at once for pinned blocks
 _ALL = ""  # the owner under which `_coming` counts all of a tenant's owners together

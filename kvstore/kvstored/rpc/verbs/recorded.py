@@ -76,8 +76,7 @@ class RecordedVerbs(Verbs):
 
     def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock, tokens_of: TokensOf) -> None:
         self._verbs, self._tokens_of = verbs, tokens_of
-        self._recorder = recorder
-        self._clock = clock
+        self._recorder, self._clock = recorder, clock
         notes = {"lookup": self._note_lookup, "acquire": self._note_acquired, "hint": self._note_hint}
         self.quick = verbs.quick | {op: _noted(verbs.quick[op], note) for op, note in notes.items()}
         self.slow = verbs.slow | {"store": self._store, "acquire": self._acquire}
@@ -156,8 +155,7 @@ class RecordedVerbs(Verbs):
     def _note_stored(self, session: ClientSession, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
         """Record one event for each piece of a chain, with the blocks that found no room or were not admitted."""
         keys: list[bytes] = []
-        first_parent = NO_PARENT
-        stored = 0
+        first_parent, stored = NO_PARENT, 0
         for (key, parent), status in zip(blocks, statuses, strict=False):
             if status not in _OFFERED or (status == pb.STORE_STATUS_ORPHANED and keys[-1:] != [parent]):
                 continue

@@ -165,12 +165,10 @@ class Residency(ResidencyView):
         arrival = Arrival(self, tree, listeners, ghost_keys)
         self.tenant = arrival.tenant
         self.kind_number = arrival.kind_number
-        self.insert = arrival.insert
-        self.store_run = arrival.store_run
+        self.insert, self.store_run = arrival.insert, arrival.store_run
         self.attach, self.attach_run = arrival.attach, arrival.attach_run
         self.publish, self.publish_run = arrival.publish, arrival.publish_run
-        self.move = arrival.move
-        self.note_stored = arrival.note_stored
+        self.move, self.note_stored = arrival.move, arrival.note_stored
         self.notify_adopted = arrival.notify_adopted
         removal = Removal(self, tree, listeners)
         self.remove = removal.remove
