@@ -167,15 +167,24 @@ def test_the_operators_page() -> None:
         daemon.directory.mkdir()
         daemon.start()
 
-        def weights_on_nvme(shell: Shell) -> None:
-            for command in ("put --name weights weights.bin", "get --name weights - >copy.bin", "drop --tier host"):
+        def weights_are_used(shell: Shell) -> None:
+            for command in ("put --name weights weights.bin", "get --name weights - >copy.bin"):
                 printed, status = shell.run(f"kvctl {command}")
                 assert status == 0, printed
+
+        def weights_on_nvme(shell: Shell) -> None:
+            weights_are_used(shell)
+            printed, status = shell.run("kvctl drop --tier host")
+            assert status == 0, printed
 
         ran = _run_page(
             "docs/kvctl.md",
             place,
-            {"kvctl explain --name weights": weights_on_nvme, "kvctl quarantine list": lambda _: _spoil(daemon)},
+            {
+                "kvctl blocks --by model": weights_are_used,
+                "kvctl explain --name weights": weights_on_nvme,
+                "kvctl quarantine list": lambda _: _spoil(daemon),
+            },
             daemon.socket_dir,
         )
         daemon.is_spoilt = True

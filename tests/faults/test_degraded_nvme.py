@@ -225,8 +225,9 @@ async def test_what_is_queued_behind_a_hanging_transfer_is_taken_back(small: Sma
     await stored_on_nvme_alone(small, 4)
     small.disk.plan(*hung())
     waiting = [asyncio.create_task(small.fetch(number)) for number in (1, 2, 3, 4)]
-    writing = await small.put(10)
-    queued = await small.put(11)
+    writing = await small.put(10, mode="always")
+    await small.settle()
+    queued = await small.put(11, mode="always")
     assert writing is not None and queued is not None
     await small.settle()
     await small.pass_time(STALL_S + 1)
