@@ -76,7 +76,7 @@ class Demotion:
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
             move = BlockMove(residency.token(row), nbytes, tenant, link, bounds.priority)
             slot = self._charged(self._room.allocate_now(nbytes, tenant) if link.staging is None else None)
-            self._moves.begin([move], self._demote, [] if slot is None else [slot])
+            self._moves.begin_one(move, self._demote, slot)
         assert move.ended is not None
         ended, _ = await asyncio.wait([move.ended], timeout=self._patience_s())
         return bool(ended) and move.ended.result()

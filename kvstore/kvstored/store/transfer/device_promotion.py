@@ -82,7 +82,7 @@ class DevicePromotion:
             if slot is None and not self._can_evict(row, nbytes, tenant):
                 return None
             move = BlockMove(token, nbytes, tenant, self._link, Priority.DEMAND, due_ns)
-            self._moves.begin([move], self._read, [] if slot is None else [slot])
+            self._moves.begin_one(move, self._read, slot)
         assert move.ended is not None
         return asyncio.shield(move.ended)
 

@@ -173,6 +173,10 @@ class Moves(Generic[Kind]):
         for move in moves[len(slots) :]:
             self._spawn(self._follow(move, follow))
 
+    def begin_one(self, move: Kind, follow: Follow[Kind], slot: Slot | None) -> None:
+        """Begin `move` as `begin` does, into `slot` if there is one."""
+        self.begin([move], follow, () if slot is None else (slot,))
+
     def _spawn(self, following: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(following)
         self._following.add(task)

@@ -147,7 +147,7 @@ class Sharing:
                 return
         self._gate.spend(nbytes)
         move = BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION)
-        self._moves.begin([move], self._share, [] if slot is None else [slot])
+        self._moves.begin_one(move, self._share, slot)
 
     async def _share(self, move: BlockMove) -> bool:
         try:
