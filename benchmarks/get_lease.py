@@ -16,9 +16,11 @@ import numpy.typing as npt
 from support.daemon import MIB, Bytes, bench_daemon, model, payloads, tokens_of, wait_mapped
 from support.report import AT_LEAST, Row, main, median, percentile, progress, time_each, time_once, within
 
+from kvstore_proto.arena import HEADER_BYTES
+
 BLOCKS = 64
 SMALL_BLOCK_BYTES = 4096
-SETTLE_S, DURABLE_S = 0.01, 0.15
+SETTLE_S, DURABLE_S, SETTLED_S = 0.01, 0.15, 1.0
 SETTINGS = ("host.capacity=256MiB", "nvme.enabled=false", "host.prefault_ahead=192MiB")
 
 
@@ -56,7 +58,45 @@ def measure(quick: bool) -> list[Row]:
         Row("put_64_small_processor", put_us, "us", lookup_us, same),
         Row("get_64_small_processor", get_us, "us", lookup_us, same),
         *(Row(f"{what}_64_nvme_processor", us, "us", lookup_us, same) for what, us in _nvme_us(8 if quick else 40)),
+        *(Row(f"{what}_processor", us, "us", lookup_us, same) for what, us in _full_us(8 if quick else 40)),
     ]
+
+
+def _full_us(rounds: int) -> list[tuple[str, float]]:
+    """Return that time where memory is full of blocks that NVMe has too, so that a block leaves for each that comes:
+    for a put, for a get that brings blocks back from NVMe, and for a put while NVMe is full as well."""
+    data, used = (
+        payloads(BLOCKS, SMALL_BLOCK_BYTES),
+        dict[str, list[float]](put_64_full=[], get_64_full=[], put_64_both_full=[]),
+    )
+    in_memory = 64 * MIB // (BLOCKS * (SMALL_BLOCK_BYTES + HEADER_BYTES))
+    for nvme, filled in (("1GiB", 2 * in_memory), ("128MiB", 3 * in_memory)):
+        settings = ("host.capacity=64MiB", f"nvme.capacity={nvme}")
+        with bench_daemon(*settings) as daemon, daemon.connect(model(SMALL_BLOCK_BYTES)) as session:
+            wait_mapped()
+
+            def put(number: int) -> None:
+                session.put(tokens_of(number, BLOCKS), payloads=data)  # called at once
+
+            def get(number: int) -> None:
+                session.get(tokens_of(number, BLOCKS)).release()
+
+            def measure_once(what: str, action: Callable[[int], None], number: int) -> None:
+                before_s = daemon.control_s()
+                action(number)
+                time.sleep(DURABLE_S)
+                used[what].append((daemon.control_s() - before_s) * 1e6)
+
+            for number in range(filled):
+                put(number)
+            time.sleep(SETTLED_S)
+            for number in range(rounds):
+                if nvme == "1GiB":
+                    measure_once("put_64_full", put, filled + number)
+                    measure_once("get_64_full", get, number)
+                else:
+                    measure_once("put_64_both_full", put, filled + number)
+    return [(what, min(times)) for what, times in used.items()]
 
 
 def _nvme_us(rounds: int) -> list[tuple[str, float]]:

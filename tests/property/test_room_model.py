@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvstore_proto.arena import slot_bytes
@@ -19,6 +19,7 @@ from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks.check import check
+from kvstored.store.transfer.room import NoSlot
 from tests.reference.examples import examples
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
@@ -203,5 +204,61 @@ def test_one_block_of_a_new_size_leaves_a_full_tier_nearly_full(
             assert sum(model.held().values()) >= full_bytes - CONTAINER_BYTES
             assert small.store.counters.snapshot()["relocated_blocks"] > 0
             model.must_hold()
+
+    asyncio.run(run())
+
+
+ROOMY = ("host.capacity=16MiB", "host.arena=1MiB", "nvme.capacity=24MiB", "nvme.slab=1MiB")
+pieces = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(3, 15), st.booleans(), st.sampled_from(["", "lease", "use"])),
+    min_size=4, max_size=12,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [HOST, NVME])
+@pytest.mark.parametrize("policy", ["lru", "chain-hazard"])
+@settings(max_examples=examples(8), deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(pieces=pieces, wanted=st.integers(1, 12))
+def test_blocks_that_leave_together_are_those_that_would_leave_one_by_one(
+    position: int, policy: str, pieces: list[tuple[int, int, bool, str]], wanted: int
+) -> None:
+    """`pieces` continue chains, are made durable or not, and are leased or used; then `wanted` blocks want room."""
+
+    async def left_behind(together: bool, count: int) -> tuple[int, object]:
+        with tempfile.TemporaryDirectory() as directory:
+            async with small_store(Path(directory), *ROOMY, f"host.policy={policy}", f"nvme.policy={policy}") as small:
+                model, ends = Model(small, position), dict[int, int]()
+                for chain, blocks, is_durable, then in pieces:
+                    parent = ends.get(chain)
+                    if parent is not None and small.find(parent, "tenant-0") < 0:
+                        parent = None
+                    await model.put_chain("tenant-0", 60 * KIB, parent, blocks)
+                    if model.ends:
+                        ends[chain] = model.ends[-1]
+                    if is_durable and position == HOST and parent is not None and small.find(parent, "tenant-0") >= 0:
+                        await small.writeback.write_through(small.find(parent, "tenant-0"), at_once=True)
+                    model.do(then, chain)
+                assert await small.writeback.flush(60.0) == 0
+                room, tenant = small.store.rooms[position], small.residency.tenant("tenant-0")
+                nbytes = slot_bytes(60 * KIB)
+                while room.allocate_now(nbytes, tenant) is not None:
+                    pass
+                if together:
+                    while count < wanted and (more := room.make_room(wanted - count, nbytes, tenant)):
+                        count += more
+                        assert len(room.allocate_run(more, nbytes, tenant)) == more
+                else:
+                    for _ in range(count):
+                        assert not isinstance(await room.allocate_for(None, nbytes, tenant), NoSlot)
+                assert check(small.residency) == [] and small.store.tiers[position].check_books() == []
+                causes = [small.residency.why_missing(tenant, small.key(number)) for number in model.sizes]
+                victim, store = room.next_victim(nbytes, tenant), small.store
+                evicted = store.flows.tiers[position].evicted_blocks, store.counters["evicted_blocks"]
+                return count, (sorted(model.held()), causes, evicted, victim < 0 or small.residency.key(victim))
+
+    async def run() -> None:
+        count, together = await left_behind(True, 0)
+        assert (await left_behind(False, count))[1] == together
 
     asyncio.run(run())

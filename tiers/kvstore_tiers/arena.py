@@ -186,7 +186,7 @@ class Arena(ArenaMemory):
             self._out[index] = 1
         for index in range(handed_out - 1, -1, -1):
             if not self._out[index]:
-                erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
+                erase_header(self.address + index * self.slot_bytes)
                 self._returned.append(index)
         self.used_slots = len(generations)
         if self._returned:  # the next process is to believe what is written into them
@@ -241,7 +241,7 @@ class Arena(ArenaMemory):
         """
         self.require_out(slot)
         index = slot.offset // self.slot_bytes
-        erase_header(self.segment(slot))
+        erase_header(self.address + slot.offset)
         self._vouched.pop(slot.offset, None)
         self._out[index] = 0
         self._generations[index] += 1
@@ -329,7 +329,7 @@ class Arena(ArenaMemory):
         self._inherit(fresh.stop * self.slot_bytes)
         if self._first_generation > 1:  # cut before: bytes of an old payload must not pass for a header
             for index in fresh:
-                erase_header(Segment(self.address + index * self.slot_bytes, self.slot_bytes, owner=self._mapping))
+                erase_header(self.address + index * self.slot_bytes)
         self._generations.extend([self._first_generation] * len(fresh))
         self._out.extend(bytes(len(fresh)))
         self._reached(max(self.high_generation, self._first_generation))

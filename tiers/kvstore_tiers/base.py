@@ -377,6 +377,11 @@ class Tier(ABC):
     @abstractmethod
     def statistics(self) -> TierStatistics: ...
 
+    @property
+    def state(self) -> TierState:
+        """The state that `statistics` reports."""
+        return self.statistics().state
+
     @abstractmethod
     def close(self) -> None:
         """Finish the transfers under way, then release memory and descriptors. A second call does nothing."""

@@ -297,20 +297,19 @@ class HostTier(ContainerTier):
         """Close the tier, and leave the arenas' memory to the other processes that have descriptors of it."""
         self._end(Arena.leave)
 
+    @property
+    def state(self) -> TierState:
+        return TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK
+
     def statistics(self) -> TierStatistics:
         blocks_bytes = self._arenas.blocks_bytes
         used_by = {"blocks": blocks_bytes, "free": self._arenas.nbytes - blocks_bytes}
         used_by.update({label: nbytes for label, nbytes in self._arenas.charges.items() if nbytes})
-        return self._counters.report(
-            TierStatistics(
-                state=TierState.CLOSED if self._closed else TierState.FULL if self._refused else TierState.OK,
-                capacity_bytes=self.capacity_bytes,
-                used_bytes=self.used_bytes,
-                blocks=self._arenas.blocks,
-                used_by=used_by,
-                message=self._refused,
-            )
+        blocks, used_bytes = self._arenas.blocks, self.used_bytes
+        found = TierStatistics(
+            self.state, self.capacity_bytes, used_bytes, blocks, used_by=used_by, message=self._refused
         )
+        return self._counters.report(found)
 
     def close(self) -> None:
         self._end(Arena.release)

@@ -7,6 +7,7 @@ whole payload in place before that header was written.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,9 +118,10 @@ def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = Non
     return stamped
 
 
-def erase_header(image: Segment) -> None:
-    """Overwrite the header of `image` with zeros, so that no later scan of the memory finds a block in this slot."""
-    put_bytes(image.address, bytes(FIXED_BYTES))
+def erase_header(address: int) -> None:
+    """Overwrite the header of the slot image at `address` with zeros, so that no later scan of the memory finds a block
+    in this slot."""
+    ctypes.memset(address, 0, FIXED_BYTES)
 
 
 def mark_retired(image: Segment) -> None:

@@ -94,3 +94,41 @@ def test_a_run_stops_at_what_must_stay() -> None:
     assert [shelf.residency.find(0, key(number)) for number in range(4)] == [rows[0], rows[1], -1, -1]
     assert shelf.residency.run_above(rows[1], 0, 9) == rows[1:2] + rows[:1], "the first is the caller's to judge"
     assert check(shelf.residency) == []
+
+
+def test_copies_of_a_run_go_as_they_do_one_by_one() -> None:
+    one, many = Shelf("host", "nvme"), Shelf("host", "nvme")
+    runs = []
+    for shelf in (one, many):
+        rows = shelf.chain(*range(6))
+        shelf.chain(0, 20)
+        for row in rows:
+            shelf.residency.attach(row, 1, shelf.slot(), 1)
+        runs.append(rows[:1:-1])
+    slots = [many.residency.slot(row, 0) for row in runs[1]]
+    policies = [create("lru", shelf.residency, 0) for shelf in (one, many)]
+    noted: list[int] = []
+    many.residency.note_with(noted.extend)
+    for row in runs[0]:
+        one.residency.detach(row, 0)
+    assert many.residency.detach_run(runs[1], 0) == slots
+    assert noted == runs[1]
+    for shelf, policy in zip((one, many), policies, strict=True):
+        assert check(shelf.residency) == []
+        assert len(policy) == 3 and len(shelf.residency) == 7
+        assert shelf.residency.children(shelf.residency.find(0, key(1)), 0) == 0
+        assert shelf.residency.children(shelf.residency.find(0, key(1)), 1) == 1
+    assert policies[0].next_victim(8) == policies[1].next_victim(8)
+    assert many.residency.tenant_bytes(0, 0) == one.residency.tenant_bytes(0, 0) == 3 * BLOCK_BYTES
+
+
+def test_a_last_copy_is_not_detached_with_a_run() -> None:
+    shelf = Shelf("host", "nvme")
+    rows = shelf.chain(0, 1, 2)
+    for row in rows[1:]:
+        shelf.residency.attach(row, 1, shelf.slot(), 1)
+    for run in (rows[::-1], [rows[2], rows[0]]):
+        with pytest.raises(RuntimeError, match="not the next of a run"):
+            shelf.residency.detach_run(run, 0)
+    assert all(shelf.residency.has(row, 0) for row in rows), "none has gone"
+    assert check(shelf.residency) == []

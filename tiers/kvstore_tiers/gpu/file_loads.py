@@ -92,7 +92,7 @@ class FileLoads:
         """Read the block with the key `expect_key` from the file `image` into `slot`, as `Tier.loader` describes.
         `shadow` is the slot's header page in DRAM. `done` gets the outcome.
         """
-        erase_header(shadow)  # until the block was verified
+        erase_header(shadow.address)  # until the block was verified
         counted = self._steps.expect(self._counters.wrote, done)
 
         def end(outcome: Outcome) -> None:

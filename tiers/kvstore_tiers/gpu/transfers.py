@@ -57,7 +57,7 @@ class GpuTransfers:
     def write(
         self, slot: Slot, shadow: Segment, header: BlockHeader, segments: Sequence[Segment], done: Completion
     ) -> None:
-        erase_header(shadow)  # until the copies have ended
+        erase_header(shadow.address)  # until the copies have ended
         end = self._steps.expect(self._counters.wrote, done)
         self._steps.begin(lambda: self._store(slot, shadow, header, segments, end), end)
 
@@ -178,7 +178,7 @@ class GpuTransfers:
         """Copy the block with the key `expect_key` on the device from the slot `source` to the slot `target`, as
         `Tier.relocate` describes. `source_shadow` and `shadow` are the two slots' header pages in DRAM.
         """
-        erase_header(shadow)  # until the block was verified
+        erase_header(shadow.address)  # until the block was verified
         end = self._steps.expect(self._counters.wrote, done)
         found = block_in(source, source_shadow, expect_key)
         if isinstance(found, Outcome):

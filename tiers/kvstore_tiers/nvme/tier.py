@@ -313,19 +313,19 @@ class NvmeTier(ContainerTier):
         there = still_there(self._space.slabs, recovered)
         return recovered if there.all() else recovered.take(there)
 
+    @property
+    def state(self) -> TierState:
+        return TierState.CLOSED if self._closed else self._health.state
+
     def statistics(self) -> TierStatistics:
         space = self._space
         quarantine_bytes = sum(slot.nbytes for slot in self._quarantined)
         blocks_bytes = space.blocks_bytes - quarantine_bytes
-        used_by = {
-            "blocks": blocks_bytes,
-            "quarantine": quarantine_bytes,
-            "free": space.nbytes - blocks_bytes - quarantine_bytes,
-            **space.charges,
-        }
+        free_bytes = space.nbytes - blocks_bytes - quarantine_bytes
+        used_by = {"blocks": blocks_bytes, "quarantine": quarantine_bytes, "free": free_bytes, **space.charges}
         return self._counters.report(
             TierStatistics(
-                state=TierState.CLOSED if self._closed else self._health.state,
+                state=self.state,
                 capacity_bytes=space.capacity_bytes,
                 used_bytes=space.used_bytes,
                 blocks=space.blocks - len(self._quarantined),

@@ -174,7 +174,7 @@ class Residency(ResidencyView):
         self.remove = removal.remove
         self.remove_chosen = removal.remove_chosen
         self.remove_run = removal.remove_run
-        self.detach = removal.detach
+        self.detach, self.detach_run = removal.detach, removal.detach_run
         self.forget = removal.forget
         uses = UseCounts(self, listeners)
         self.touch_run = uses.touch_run

@@ -185,6 +185,37 @@ class Removal:
             self._tree.to_bulk(row)
         return taken.slot
 
+    def detach_run(self, run: Sequence[int], tier: int) -> list[Slot]:
+        """Remove the readable copies of `run` in `tier`, as `detach` does for each, and return their slots. The blocks
+        are consecutive ones of a chain, the last one first, and each has a readable copy in another tier. The tier's
+        listener is notified of them together."""
+        rows, copies = self._view.rows, self._view.copies[tier]
+        mask, state, parents, kids = rows.mask, copies.state, rows.parent, copies.kids
+        below, bit = -1, ONLY[tier]
+        for row in run:
+            if state[row] != _RESIDENT or mask[row] == bit or (below >= 0 and parents[below] != row):
+                raise RuntimeError(f"row {row} is not the next of a run of readable copies, or its last copy")
+            below = row
+        self._view.changes += 1
+        tenant = self._view.kind_tenant[rows.kind[below]]
+        taken = copies.take_run(run, tenant)
+        for row in run:
+            state[row] = _RETIRED
+            mask[row] &= ~bit
+        self._listeners.by_tier[tier].removed(run)
+        if self._listeners.is_followed:
+            self._listeners.presence_of_run(run)
+        has_bulk = self._view.tenants[tenant].bulk is not None
+        for row in run:
+            above = parents[row]
+            if above >= 0:
+                kids[above] -= 1
+            if has_bulk:
+                self._tree.to_bulk(row)
+        if above >= 0 and not kids[above] and self._view.has(above, tier):
+            self._listeners.by_tier[tier].released(above)
+        return taken
+
     def _child_ended(self, parent: int, tier: int) -> None:
         """Cut a child, whose only copy was in `tier`, from `parent`."""
         rows, kids = self._view.rows, self._view.copies[tier].kids

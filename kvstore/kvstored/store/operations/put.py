@@ -298,9 +298,16 @@ class Puts:
                 slot = self._room.allocate_now(block.nbytes, tenant)
                 if slot is None:
                     parent = self._residency.find_any(tenant, block.parent)
-                    newcomer = None  # no policy may decline a block that goes to NVMe: it is written from its DRAM slot
+                    run = intake.run_from(self._residency.tenants[tenant], end)
+                    newcomers: list[tuple[bytes, int]] = []
+                    # No policy may decline a block that goes to NVMe: it is written from its DRAM slot.
                     if self._writeback is None or intake.mode == DurabilityMode.NONE:
-                        newcomer = block.key, self._residency.depth(parent) + 1 if parent >= 0 else 0
+                        depth = self._residency.depth(parent) + 1 if parent >= 0 else 0
+                        newcomers = [(each.key, depth + at) for at, each in enumerate(run)]
+                    if self._room.make_room(len(run), block.nbytes, tenant, parent=parent, newcomers=newcomers):
+                        self._begin_blocks(intake, end)
+                        continue
+                    newcomer = newcomers[0] if newcomers else None
                     found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
                     if isinstance(found, NoSlot):
                         self._refuse(intake, found)

@@ -122,6 +122,18 @@ class LfuTtl(OrderedPolicy):
             self._age = max(self._age, self._key[row])
         return row
 
+    def next_victims(self, now_ns: int, limit: int) -> list[int]:
+        run = super().next_victims(now_ns, limit)
+        if limit > 1 and run and len(self._buckets) == 1 and not self.shares:
+            other = self.first(0, now_ns, run)
+            run = self.residency.run_above(run[0], self.tier, limit)
+            for at in range(1, len(run)):
+                if other >= 0 and self._rank(run[at]) > self._rank(other):
+                    run = run[:at]
+                    break
+                self._age = max(self._age, self._key[run[at]])
+        return run
+
     # Classes
 
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from kvstore_tiers.base import Slot, Tier
@@ -17,7 +18,7 @@ from kvstored.clock import Clock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters, Flows
-from kvstored.tier_set import TIER_SETS
+from kvstored.tier_set import ONLY, TIER_SETS
 
 SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 
@@ -139,6 +140,35 @@ class Eviction:
         return residency.is_evictable(row, position) and self._exits.may_retire(
             residency.slot(row, position), residency.tenant_of(row)
         )
+
+    def may_go_at_once(self, run: Sequence[int]) -> int:
+        """Return how many of the leading blocks of `run`, which a policy has named together, `take_run` may take: no
+        client reads them, none must be written below first, and each is of no use without the one before it."""
+        residency, position, has_readers = self._residency, self.position, self._exits.has_readers
+        rows, only, is_above_removed = residency.rows, ONLY[position], False
+        for at, row in enumerate(run):
+            if residency.stands_alone(row) or self.demoter.wants(row) or has_readers(residency.slot(row, position)):
+                return at
+            if rows.mask[row] == only and (rows.filling[row] or rows.links[row] != is_above_removed):
+                return at  # a child elsewhere needs it
+            is_above_removed = rows.mask[row] == only
+        return len(run)
+
+    def take_run(self, run: Sequence[int]) -> None:
+        """Evict the copies of `run`, which `may_go_at_once`. A block without a copy in another tier is removed."""
+        residency, position = self._residency, self.position
+        mask, only, now_ns = residency.rows.mask, ONLY[position], self._clock.monotonic_ns()
+        tenant = residency.tenant_of(run[0])
+        for is_last, rows in groupby(run, key=lambda row: mask[row] == only):
+            piece = list(rows)
+            if is_last:
+                slots = residency.remove_run(piece, position, Cause.EVICTED, now_ns)
+            else:
+                slots = residency.detach_run(piece, position)
+            for slot in slots:
+                self._exits.retire(slot, tenant)
+            self._counters.add("evicted_blocks", len(piece) if is_last else 0)
+        self._flow.evicted_blocks += len(run)
 
     async def evict(self, row: int, cause: Cause) -> bool:
         """Evict the copy of the block at `row` from this tier, after copying it to the tier below if it is wanted

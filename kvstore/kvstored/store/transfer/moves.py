@@ -138,6 +138,7 @@ class Moves(Generic[Kind]):
         self._residency = residency
         self._allocate = allocate
         self.under_way: dict[int, Kind] = {}  # oldest first
+        self.without_slot: set[int] = set()  # tokens of those for which room will be made
         self._following: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -171,6 +172,7 @@ class Moves(Generic[Kind]):
             self.queue(run, places)
             self._spawn(self._follow_run(run, follow))
         for move in moves[len(slots) :]:
+            self.without_slot.add(move.token)
             self._spawn(self._follow(move, follow))
 
     def begin_one(self, move: Kind, follow: Follow[Kind], slot: Slot | None) -> None:
@@ -207,25 +209,34 @@ class Moves(Generic[Kind]):
         no transfer began.
         """
         if move.outcome is None:
-            if not self._is_wanted(move, self._residency.current(move.token)):
-                return Unmoved.IN_VAIN
-            while True:
-                staged = await self._stage(move) if move.link.staging is not None else None
-                if isinstance(staged, Outcome | Unmoved):
-                    return staged
-                slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
-                if slot is None:
-                    self._release(move, staged)
-                    return Unmoved.NO_ROOM
-                if staged is None or not staged.error or self._takes_lossy(self._residency.current(move.token)):
-                    break
-                move.link.destination_tier.free(slot)  # an exact put has come meanwhile
-                self._release(move, staged)
-            self.queue([move], [slot], staged)
+            try:
+                hindrance = await self._queue_in_new_slot(move)
+            finally:
+                self.without_slot.discard(move.token)
+            if hindrance is not None:
+                return hindrance
         assert move.outcome is not None
         outcome = await move.outcome
         move.ticket, move.outcome, move.together = 0, None, ()
         return outcome
+
+    async def _queue_in_new_slot(self, move: Kind) -> Outcome | Unmoved | None:
+        """Make room for `move` and queue it; return None, or why that is not possible."""
+        if not self._is_wanted(move, self._residency.current(move.token)):
+            return Unmoved.IN_VAIN
+        while True:
+            staged = await self._stage(move) if move.link.staging is not None else None
+            if isinstance(staged, Outcome | Unmoved):
+                return staged
+            slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
+            if slot is None:
+                self._release(move, staged)
+                return Unmoved.NO_ROOM
+            if staged is None or not staged.error or self._takes_lossy(self._residency.current(move.token)):
+                self.queue([move], [slot], staged)
+                return None
+            move.link.destination_tier.free(slot)  # an exact put has come meanwhile
+            self._release(move, staged)
 
     async def _stage(self, move: Kind) -> StagedImage | Outcome | Unmoved:
         """Bring the block into the destination's form. Meanwhile its copy may be removed by force, and the slot may be
@@ -344,6 +355,7 @@ class Moves(Generic[Kind]):
         """Remove `move` from the moves under way, and unpin its block. A second call does nothing."""
         if self.under_way.get(move.token) is move:
             del self.under_way[move.token]
+            self.without_slot.discard(move.token)
             self._residency.unpin_run([move.token])
 
     def _is_wanted(self, move: Kind, row: int) -> bool:

@@ -149,8 +149,9 @@ class Promoter:
             fresh.append(self._new(row, priority, link, due_ns))
             answers.append(fresh[-1].answer)
         for alike in _alike(fresh):
-            slots = self._room.allocate_run(len(alike), alike[0].nbytes, alike[0].tenant)
-            self._begin(alike, slots)
+            is_first = priority is not Priority.PREFETCH and not self._moves.without_slot  # else others wait
+            nbytes, tenant = alike[0].nbytes, alike[0].tenant
+            self._begin(alike, self._room.allocate_run(len(alike), nbytes, tenant, evicting=is_first))
         return answers
 
     def _join(self, known: _Promotion, priority: Priority, due_ns: int | None) -> asyncio.Future[bool]:

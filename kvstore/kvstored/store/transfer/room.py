@@ -1,9 +1,10 @@
 """Making room in a tier: allocate, and while that fails, evict what the policy names.
 
-Owns the loop from "there is no slot" to a slot, and a tenant's quota. A victim whose slot can serve is evicted alone;
-where slots of another size or owner are in the way, a container is emptied for it (`evacuation`). Invariants: never
-evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has readers (limbo does); evicts for one
-block at most a container's worth and the block's own size, where a tier has containers.
+Owns the loop from "there is no slot" to a slot, and a tenant's quota. Victims whose slots can serve are evicted,
+neighbours of a chain together; where slots of another size or owner are in the way, a container is emptied for it
+(`evacuation`). Invariants: never evicts a pinned copy, never leaves a hole in a chain, never frees a slot that has
+readers (limbo does); evicts for one block at most a container's worth and the block's own size, where a tier has
+containers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvstored.tier_set import TierSet
 MAX_ATTEMPTS = 4096  # for one allocation
 PATIENCE, PATIENCE_S = 20, 0.005  # how often, and how long, to wait for copies in flight
 UNLIMITED = 1 << 62
+_TAKES_BLOCKS = (TierState.OK, TierState.FULL)
 
 
 class NoSlot(Enum):
@@ -60,12 +62,22 @@ class Room:
         found = self.allocate_run(1, nbytes, tenant, writable=writable)
         return found[0] if found else None
 
-    def allocate_run(self, most: int, nbytes: int, tenant: int, *, writable: bool = False) -> list[Slot]:
-        """Return up to `most` free slots of `nbytes`, as `allocate_now` would return them one by one."""
+    def allocate_run(
+        self, most: int, nbytes: int, tenant: int, *, writable: bool = False, evicting: bool = False
+    ) -> list[Slot]:
+        """Return up to `most` free slots of `nbytes`, as `allocate_now` would return them one by one. With `evicting`,
+        evict blocks that may go at once for slots that are lacking."""
         left_bytes = self._left_of_quota(tenant)
         if left_bytes is not None:
             most = min(most, max(left_bytes, 0) // nbytes)
-        return self._tier.allocate_run(most, nbytes, self._owner(tenant, writable)) if most else []
+        owner = self._owner(tenant, writable)
+        found = self._tier.allocate_run(most, nbytes, owner) if most else []
+        while evicting and len(found) < most and self.make_room(most - len(found), nbytes, tenant):
+            more = self._tier.allocate_run(most - len(found), nbytes, owner)
+            if not more:
+                break
+            found += more
+        return found
 
     def next_victim(self, nbytes: int, tenant: int, exclude: Container[int] = ()) -> int:
         """Return the row of the block that would be evicted to store `nbytes` of `tenant`, if those in `exclude` may
@@ -106,7 +118,7 @@ class Room:
 
         `newcomer` is the block's key and depth, for a policy that may decline it; None: it may not. The block at row
         `parent`, the one before it in its chain, is not evicted for it."""
-        if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
+        if self._tier.state not in _TAKES_BLOCKS:
             return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
         allowance = Allowance(nbytes, self._tier.info.container_bytes or UNLIMITED)
@@ -151,6 +163,30 @@ class Room:
             if attempt % SLICE_EVICTIONS == SLICE_EVICTIONS - 1:
                 await asyncio.sleep(0)
         return refused
+
+    def make_room(
+        self, most: int, nbytes: int, tenant: int, *, parent: int = -1, newcomers: Sequence[tuple[bytes, int]] = ()
+    ) -> int:
+        """Evict at once up to `most` of the blocks that `allocate_for` would evict one after another for new blocks of
+        `tenant`, each for a slot of `nbytes`. Return their number. It is 0 where no block may go at once: then
+        `allocate_for` finds out why. `parent` and `newcomers`, in their order, are as in that method."""
+        if self._tier.state not in _TAKES_BLOCKS:
+            return 0
+        run, kept, owner = self._victims.next_run(most), self._not_for(parent), self._owner(tenant, writable=False)
+        containers, aside, fits = self._residency.copies[self._position].container, self._evacuation.aside, set[int]()
+        for at, row in enumerate(run):
+            if (number := containers[row]) not in fits:
+                if number in aside or not self._tier.makes_room(number, nbytes, owner):
+                    run = run[:at]
+                    break
+                fits.add(number)
+            if row in kept or (newcomers and self._victims.keeps(run[0], tenant, newcomers[at])):
+                run = run[:at]
+                break
+        run = run[: self._eviction.may_go_at_once(run)]
+        if run:
+            self._eviction.take_run(run)
+        return len(run)
 
     async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: SkippedRows) -> bool:
         """Evict a victim, or pass it over if it cannot be evicted. Return False when no more blocks may be evicted for

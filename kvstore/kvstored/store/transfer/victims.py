@@ -76,6 +76,10 @@ class OrphanQueue:
         tokens that name its orphans, the deepest first; the queue changes these arrays."""
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
+    def has_any(self, tier: int) -> bool:
+        """Return whether the queue has an entry for the tier at position `tier`."""
+        return len(self._rounds[tier]) > 0
+
     def next(self, policy: EvictionPolicy, exclude: Container[int], tenant: int | None) -> int:
         """Return the row of an orphan whose copy in the tier of `policy` may be evicted now, or -1. Rows in `exclude`
         are not returned; with `tenant`, only an orphan of that tenant is.
@@ -121,6 +125,18 @@ class Victims:
             if row >= 0 and self.policy.spares_minimum(row):
                 return row
         return self._of_tenants(exclude, tenant)
+
+    def next_run(self, limit: int) -> list[int]:
+        """Return up to `limit` rows that `next` would return one after another, if each were evicted, while nothing is
+        excluded: consecutive blocks of a chain, the last one first. The list is empty where the order among tenants,
+        priorities or orphans has to be asked for each block."""
+        self._named = -1
+        ranked = self._ranked.get(self.tier)
+        if self.policy.shares or self._orphans.has_any(self.tier) or (ranked is not None and ranked.rows):
+            return []
+        run = self.policy.next_victims(self._clock.monotonic_ns(), limit)
+        self._named = run[0] if run else -1
+        return run
 
     def _of_tenants(self, exclude: Container[int], tenant: int | None) -> int:
         """Return the next block of `tenant`, or of all for None, by priority and by the policy's order."""

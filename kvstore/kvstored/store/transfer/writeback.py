@@ -330,7 +330,9 @@ class WriteBack:
             self._begin_run(ready)
 
     def _begin_run(self, run: list[Write]) -> None:
-        self._writes.begin(run, self._write, self._room.allocate_run(len(run), run[0].nbytes, run[0].tenant))
+        is_first = self.gate.breaker.takes_writes and not self._writes.without_slot
+        slots = self._room.allocate_run(len(run), run[0].nbytes, run[0].tenant, evicting=is_first)
+        self._writes.begin(run, self._write, slots)
 
     async def _write(self, write: Write) -> bool:
         is_written = False
