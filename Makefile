@@ -55,7 +55,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 $(INSTALLED_ALL): $(INSTALLED)
-	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,gpu,cuda,otel,dev]' >&2
+	@$(PYTHON) -m pip install --disable-pip-version-check -e '.[engine,compiler,server,learned,remote,codecs,events,gpu,cuda,otel,dev]' >&2
 	@$(PYTHON) -m pip install --disable-pip-version-check 'helm-python-sdk>=0.2' >&2 || echo "no Helm: its chart is not rendered" >&2
 	@echo "installing $(TORCH) (about 200 MB) and transformers for the tests of its connector" >&2
 	@pip="$(PYTHON) -m pip install --disable-pip-version-check"; \
