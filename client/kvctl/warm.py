@@ -25,6 +25,10 @@ from kvstore_console.units import human_count
 REQUEST_S: Final = 600.0
 KEY_DIGITS: Final = 16
 SHOWN_EVERY: Final = 20
+_WANTED: Final = (
+    "give a recording of the daemon (daemon.record, with daemon.record_tokens = true) or JSON lines of requests with "
+    "`prompt` or `messages`, gzip or not"
+)
 WARM_EXAMPLES: Final = {
     "warm": (
         "have an engine compute recorded prompts again, the most used first, so that they are stored",
@@ -111,14 +115,20 @@ def read_prompts(path: str) -> tuple[list[Prompt], int]:
     try:
         with open(path, "rb") as file:
             is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt") if is_packed else open(path, encoding="utf-8") as lines:
+        with gzip.open(path, "rt", encoding="utf-8") if is_packed else open(path, encoding="utf-8") as lines:
             rows = _rows(lines, path)
-            first = next(rows, {})
+            first = next(rows, None)
+            if first is None:
+                raise CommandError(USAGE, f"--from {path} has no whole line: {_WANTED}")
             if first.get("format") == "kvstored":
                 return _of_recording(rows)
-            return _of_requests([*([first] if first else []), *rows], path), 0
-    except (OSError, UnicodeDecodeError, zlib.error) as error:
-        raise CommandError(USAGE, f"--from {path}: {getattr(error, 'strerror', None) or error}") from None
+            return _of_requests([first, *rows], path), 0
+    except UnicodeDecodeError:
+        raise CommandError(USAGE, f"--from {path} is not text: {_WANTED}") from None
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise CommandError(USAGE, f"--from {path} is damaged gzip ({error}): {_WANTED}") from None
+    except OSError as error:
+        raise CommandError(USAGE, f"--from {path}: {error.strerror or error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise CommandError(USAGE, f"--from {path} is no recording of a daemon with token ids: {error!r}") from None
 
@@ -128,14 +138,16 @@ def _rows(lines: IO[str], path: str) -> Iterator[dict[str, Any]]:
     ends them."""
     with suppress(EOFError):
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n") or not line.strip():
+            if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise CommandError(USAGE, f"--from {path} line {number} is not JSON: {error}") from None
+            except (ValueError, RecursionError) as error:
+                if number > 1 and not line.endswith("\n"):
+                    return
+                raise CommandError(USAGE, f"--from {path} line {number} is not JSON ({error}): {_WANTED}") from None
             if not isinstance(row, dict):
-                raise CommandError(USAGE, f"--from {path} line {number} is no JSON object")
+                raise CommandError(USAGE, f"--from {path} line {number} is no JSON object: {_WANTED}")
             yield row
 
 

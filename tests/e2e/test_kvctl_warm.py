@@ -139,6 +139,37 @@ def test_a_spoilt_recording_is_one_clear_line(row: dict[str, Any], tmp_path: Pat
     assert "is no recording of a daemon with token ids" in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"\x80\x04\x95\xff" * 50 + b"\n", "is not text"),
+        (gzip.compress(bytes(range(256))), "is not text"),
+        (gzip.compress(b'{"prompt": "x"}\n')[:-8] + bytes(8), "is damaged gzip"),
+        (b"\x1f\x8b" + bytes(40), "is damaged gzip"),
+        (b"\0\0\0\n", "line 1 is not JSON"),
+        (b"[1, 2]\n", "line 1 is no JSON object"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+        (b"no json, no end", "line 1 is not JSON"),
+        (b"\n \n", "has no whole line"),
+        (b"", "has no whole line"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_of_another_form_is_said_with_what_to_give(
+    content: bytes, wrong: str, tmp_path: Path, kvctl: Kvctl
+) -> None:
+    (path := tmp_path / "other").write_bytes(content)
+    said = kvctl(["warm", "--from", str(path), "--dry-run"], exit_code=2).err
+    assert f"{path} {wrong}" in said and "daemon.record_tokens = true" in said and said.count("\n") == 1
+
+
+def test_a_last_line_without_an_end_counts_if_it_is_whole(tmp_path: Path, kvctl: Kvctl) -> None:
+    path = tmp_path / "requests.jsonl"
+    for last, prompts in ('{"prompt": "b"}', 2), ('{"prompt": "b', 1):
+        path.write_text(f'{{"prompt": "a"}}\n{last}')
+        assert f"would send {prompts} prompts" in kvctl(["warm", "--from", str(path), "--dry-run"]).out
+
+
 def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine: Engine, capfdbinary: Any) -> None:
     (tmp_path / "model.json").write_bytes(MODEL.canonical())
     text = "x" * (2 * MODEL.block_tokens + 5)
