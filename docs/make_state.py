@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvstored.clients.tenants.listed_users import LISTING_FILE
 from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import FORMAT
 from kvstored.state.databases import page as databases
@@ -23,6 +24,7 @@ Rendered by `make docs` from the code. `STATE_DIR` is `daemon.state_dir`; every 
 | name | what |
 |---|---|
 | `secret`, `identity.json` | [the secret](kvstored.md#the-secret) behind all keys, and its check value; plain files |
+| `{listing}` | who may map whose memory: [who is listed no more](threat-model.md) sees no later block |
 | `keys` | the keys [at rest](kvstored.md#encryption-at-rest), under the master key |
 | `{prefix}NUMBER{suffix}`, `…-lock` | small state: one LMDB environment, format {format}; the highest number counts |
 | `{aside}` | what was set aside, one file at most; removed when blocks are deleted |
@@ -71,9 +73,9 @@ once with `--discard-old`, which removes them. Blocks stay.
 
 def page() -> str:
     return _PAGE.format(
-        prefix=PREFIX, suffix=SUFFIX, aside=ASIDE, new=NEW, format=FORMAT, databases=databases(), interval=INTERVAL_S,
-        rewrite=REWRITE_S, mark=MARK, start=START_S, deaths=DEATHS, deaths_in=DEATHS_IN_S, version=OLD_VERSION,
-        old=", ".join(f"`{name}`" for name in OLD_FILES),
+        listing=LISTING_FILE, prefix=PREFIX, suffix=SUFFIX, aside=ASIDE, new=NEW, format=FORMAT,
+        databases=databases(), interval=INTERVAL_S, rewrite=REWRITE_S, mark=MARK, start=START_S, deaths=DEATHS,
+        deaths_in=DEATHS_IN_S, version=OLD_VERSION, old=", ".join(f"`{name}`" for name in OLD_FILES),
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from kvstored.clients.reception import Reception
 from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
+from kvstored.clients.tenants.listed_users import ListedUsers
 from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clients.weights import WeightVersions
 from kvstored.clock import Clock
@@ -315,8 +316,10 @@ def make_control(
     tokens = load_tokens(tokens_file, tenants.named, tenants.is_named) if tokens_file is not None else None
     certificates = Certificates.of(config.unary) if config.unary.enabled else None
     live_tenants = LiveTenants(
-        tenants, store.residency, services.shares, services.handshake, services.own_sockets, services.sessions, tokens
-    )
+        tenants, store.residency, services.shares, services.handshake, services.own_sockets, services.sessions,
+        ListedUsers(config.daemon.state_dir, storage.unsaved), tokens,
+    )  # fmt: skip
+    live_tenants.begin()
     orders = storage.saver.orders
     live = LiveSettings(store, resizes, live_tenants, certificates)
     reload = Reload(config, read, live, partial(ordered_settings, orders))

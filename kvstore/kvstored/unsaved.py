@@ -32,6 +32,10 @@ class Unsaved:
         if self._sentences.pop(path, None) is not None:
             log.info("%s can be written again", path)
 
+    def concerns(self, path: Path) -> bool:
+        """Return whether `path` could not be written."""
+        return path in self._sentences
+
     def sentences(self) -> list[str]:
         """Return one sentence for each file that could not be written."""
         return list(self._sentences.values())

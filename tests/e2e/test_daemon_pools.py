@@ -175,30 +175,61 @@ def test_who_is_listed_no_more_reads_no_more(daemon: RunningDaemon) -> None:
             assert found_blocks(now, 1, 3) == 3
 
 
-def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon: RunningDaemon) -> None:
+@pytest.mark.parametrize("way", ["reload", "restart", "kill"])
+def test_who_is_listed_no_more_sees_no_later_block_in_what_it_has_mapped(daemon: RunningDaemon, way: str) -> None:
     """Nor in what a process keeps whose connection has ended long before; the others lose nothing."""
     before, after = payloads_of(1, 3, MODEL)[0].tobytes(), payloads_of(2, 1, MODEL)[0].tobytes()
+    if way != "reload":
+        daemon.stop()
+        daemon.settings += ("host.warm_restart=holder",)
+        daemon.restart()
     with pool_of(daemon, "author") as author:
         put_conversation(author, 1, 3)
-        with RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
-            arenas, table = [], reader.shake(hs.ClientPacket(lookup_index=hs.LookupIndexRequest()))[1]
-            for number in reader.welcome.arena_ids:
-                grant, descriptor = reader.shake(hs.ClientPacket(arena=hs.ArenaRequest(arena_id=number)))
-                arenas.append(mmap.mmap(descriptor, grant.arena.size_bytes, prot=mmap.PROT_READ))
-        assert any(arena.find(before) >= 0 for arena in arenas)
-        assert daemon.config is not None
-        daemon.config.write_text(listing(POOL.replace('["reader"]', '["stranger"]')))
+    with RawClient(daemon.own_socket("reader"), MODEL, pool="prompts") as reader:
+        arenas, table = [], reader.shake(hs.ClientPacket(lookup_index=hs.LookupIndexRequest()))[1]
+        for number in reader.welcome.arena_ids:
+            grant, descriptor = reader.shake(hs.ClientPacket(arena=hs.ArenaRequest(arena_id=number)))
+            arenas.append(mmap.mmap(descriptor, grant.arena.size_bytes, prot=mmap.PROT_READ))
+            os.close(descriptor)
+    assert any(arena.find(before) >= 0 for arena in arenas)
+    assert daemon.config is not None
+    daemon.config.write_text(listing(POOL.replace('["reader"]', '["stranger"]')))
+    if way == "reload":
         daemon.ask("Reload", admin_pb2.ReloadRequest())
+    else:
+        daemon.stop() if way == "restart" else daemon.kill9()
+        daemon.restart()
+    with pool_of(daemon, "author") as author, pool_of(daemon, "stranger") as now:
+        assert found_blocks(now, 1, 3) == 3
         put_conversation(author, 2, 1)
-        with pool_of(daemon, "stranger") as now:
-            assert (found_blocks(now, 1, 3), found_blocks(now, 2, 1)) == (3, 1)
-            with now.get(tokens_of(1, 3)) as lease:
-                assert holds(lease, payloads_of(1, 3, MODEL))
-        assert all(arena.find(after) < 0 for arena in arenas)
-        assert read_state(os.pread(table, 4096, 0)) != IndexState.SERVING
-    for descriptor in arenas:
-        descriptor.close()
+        assert found_blocks(now, 2, 1) == 1
+        with now.get(tokens_of(1, 3)) as lease:
+            assert holds(lease, payloads_of(1, 3, MODEL))
+    assert all(arena.find(after) < 0 for arena in arenas)
+    assert way == "kill" or read_state(os.pread(table, 4096, 0)) != IndexState.SERVING
+    for arena in arenas:
+        arena.close()
     os.close(table)
+
+
+def test_a_listing_that_grows_over_a_restart_leaves_arenas_their_room(daemon: RunningDaemon) -> None:
+    def used_bytes() -> int:
+        return int(daemon.ask("Tiers", admin_pb2.TiersRequest()).tiers[0].used_bytes)
+
+    daemon.stop()
+    daemon.settings += ("host.warm_restart=holder",)
+    daemon.restart()
+    with pool_of(daemon, "author") as author:
+        put_conversation(author, 1, 3)
+    before = used_bytes()
+    assert daemon.config is not None
+    daemon.config.write_text(listing(POOL.replace('["reader"]', '["reader", "stranger"]')))
+    daemon.kill9()
+    daemon.restart()
+    with pool_of(daemon, "author") as author, pool_of(daemon, "stranger") as stranger:
+        put_conversation(author, 2, 1)
+        assert (found_blocks(stranger, 1, 3), found_blocks(stranger, 2, 1)) == (3, 1)
+    assert used_bytes() == before
 
 
 def test_pins_of_a_publisher_and_its_pool_leave_another_tenant_its_minimum(daemon: RunningDaemon) -> None:

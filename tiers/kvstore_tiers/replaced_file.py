@@ -12,6 +12,7 @@ from kvstore_tiers import failpoints
 _FILES = {
     "secret": "the secret of a state directory",
     "identity.json": "the check value of the secret and what tenants' names stand for",
+    "listing.json": "the users of each tenant by the listing in force",
     "keys": "the keys of what is encrypted at rest",
     "format": "the version of an NVMe directory",
     "seal": "that no record waits to be synced",

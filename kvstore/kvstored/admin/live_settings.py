@@ -6,7 +6,7 @@ The module owns the list; the part that has a setting gives it its effect. docs/
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
@@ -16,10 +16,10 @@ from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
+from kvstored.clients.tenants.listed_users import ListedUsers
 from kvstored.clients.tenants.reach import follow_users
 from kvstored.clients.tenants.tokens import Tokens, names_in, read_tokens
 from kvstored.config import Config, ConfigError
-from kvstored.config.schema import TenantSection
 from kvstored.config.tiers import TierSection
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
@@ -27,7 +27,6 @@ from kvstored.store.transfer.resize import TierResize
 
 POLICY = frozenset({"policy", "ttl_s", "keep_worth"})  # of each tier
 CERTIFICATE = frozenset({"unary.tls_cert", "unary.tls_key", "unary.tls_client_ca"})
-_USERS = ("uids", "gids", "cgroups", "readers")  # who may map a tenant's memory; a certificate's owner maps none
 TENANTS = frozenset({"[[tenant]]", "tenants.default"})
 log = logging.getLogger(__name__)
 
@@ -44,14 +43,21 @@ class LiveTenants:
         handshake: HandshakeServer,
         own_sockets: OwnSockets,
         sessions: ClientSessions,
+        listed_users: ListedUsers,
         tokens: Tokens | None,
     ) -> None:
         self._tenants = tenants
         self._residency = residency
         self._shares = shares
         self._handshake, self._own_sockets, self._sessions = handshake, own_sockets, sessions
+        self._listed_users = listed_users
         self._tokens = tokens
         self._entries: list[tuple[bytes, str]] = []
+
+    def begin(self) -> None:
+        """Shut out, before a client is served, who could map memory by the listing of the process before and cannot by
+        the present one."""
+        self._shut_out_unlisted(lambda session: False)
 
     @property
     def has_tokens(self) -> bool:
@@ -74,18 +80,26 @@ class LiveTenants:
         former, with_tokens = (tenants.listed, tenants.default), names_in(config.unary.tokens_in_use)
         tenants.relist(config.tenants, config.tenant_default)
         try:
+            self._listed_users.widen(config.tenants)
             follow_users(tenants, self._residency, with_tokens)
         except OSError as error:
             tenants.relist(*former)
-            raise ConfigError(f"{tenants.keyring.path} cannot be written ({error.strerror}): make room there") from None
+            path = error.filename or tenants.keyring.path
+            raise ConfigError(f"{path} cannot be written ({error.strerror}): make room there") from None
         self._shares.set_all()
         self._own_sockets.follow(config.tenants)
         self._sessions.renew_tenants()
-        narrowed = _narrowed(former[0], config.tenants)
-        shut_out = {tenant.index_name for tenant in tenants.all() if tenant.name in narrowed}
+        if left := self._shut_out_unlisted(self._is_another_now):
+            log.info("%d clients have to connect again: they are of another tenant now", left)
+
+    def _shut_out_unlisted(self, is_another_now: Callable[[ClientSession], bool]) -> int:
+        """Let no process see later blocks in memory that it can map no more. Return how many clients were disconnected,
+        since they belong to another tenant."""
+        narrowed = self._listed_users.narrowed(self._tenants.listed)
+        shut_out = {tenant.index_name for tenant in self._tenants.all() if tenant.name in narrowed}
 
         def is_another(session: ClientSession) -> bool:
-            if self._is_another_now(session):
+            if is_another_now(session):
                 shut_out.add(session.tenant.index_name)
                 return True
             return False
@@ -93,8 +107,8 @@ class LiveTenants:
         left = self._handshake.hang_up(is_another)
         for index_name in shut_out:
             self._handshake.shut_out(index_name)
-        if left:
-            log.info("%d clients have to connect again: they are of another tenant now", left)
+        self._listed_users.settle(self._tenants.listed)
+        return left
 
     def renew_tokens(self) -> None:
         """Use the bearer tokens that `prepare` has read from their file, from now on."""
@@ -110,19 +124,6 @@ class LiveTenants:
             session.tenant.digest,
             session.may_write,
         )
-
-
-def _narrowed(former: Sequence[TenantSection], now: Sequence[TenantSection]) -> set[str]:
-    """Return the names of the tenants whose memory some processes could map by the sections `former`, and cannot by the
-    sections `now`, connected or not."""
-    present = {section.name: _users(section) for section in now}
-    return {section.name for section in former if _users(section) - present.get(section.name, set())}
-
-
-def _users(section: TenantSection) -> set[tuple[str, object]]:
-    return {(key, user) for key in _USERS for user in getattr(section, key)} | {
-        (key, getattr(section, key)) for key in ("publisher", "socket", "unmapped") if getattr(section, key)
-    }
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:

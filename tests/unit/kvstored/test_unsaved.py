@@ -19,6 +19,7 @@ from kvstore_tiers.replaced_file import replace_file, replaced_file
 from kvstored import sockets
 from kvstored.clients.tenants import Peer, TenantDirectory, keyring
 from kvstored.clients.tenants.keyring import Keyring
+from kvstored.clients.tenants.listed_users import ListedUsers
 from kvstored.config import TenantSection
 from kvstored.lifetime.instance import AlreadyRunning, InstanceLock
 from kvstored.unsaved import Unsaved
@@ -183,3 +184,31 @@ def test_a_socket_that_cannot_be_removed_is_named_and_left(
     monkeypatch.setattr(sockets.Path, "unlink", unlink)
     sockets.remove_socket(tmp_path / "data.sock")
     assert f"{tmp_path}/data.sock cannot be removed (Read-only file system)" in caplog.text
+
+
+def test_a_listing_that_cannot_be_written_keeps_who_was_in_it(tmp_path: Path) -> None:
+    """Also a user that was listed in between is found to be listed no more, by whoever reads the file."""
+    unsaved, before = Unsaved(), [TenantSection("team", uids=(1, 2)), TenantSection("pool", readers=("team",))]
+    listed = ListedUsers(tmp_path, unsaved)
+    assert listed.narrowed(before) == set(), "nobody was listed"
+    listed.settle(before)
+    listed.widen([TenantSection("team", uids=(1, 3))])
+    assert ListedUsers(tmp_path, unsaved).narrowed([TenantSection("team", uids=(1, 2)), before[1]]) == {"team"}
+    failpoints.arm("file.listing.json=error:ENOSPC")
+    with pytest.raises(OSError, match=r"listing\.json"):
+        listed.widen([TenantSection("other", socket=True)])
+    listed.settle(before[:1])
+    assert "listing.json cannot be written (No space left on device" in unsaved.sentences()[0]
+    assert ListedUsers(tmp_path, unsaved).narrowed(before[:1]) == {"team", "pool"}
+    failpoints.disarm()
+    listed.settle(before)
+    assert unsaved.sentences() == [] and ListedUsers(tmp_path, unsaved).narrowed(before) == set()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"team": [[1, []]]}', b'{"team": 5}', b'{"team": [[1]]}'])
+def test_a_spoilt_listing_stands_for_everybody(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "listing.json").write_bytes(content)
+    listed = ListedUsers(tmp_path, Unsaved())
+    assert listed.narrowed([TenantSection("team", uids=(1,))]) == {"team"}
+    listed.settle([TenantSection("team", uids=(1,))])
+    assert ListedUsers(tmp_path, Unsaved()).narrowed([TenantSection("team", uids=(1,))]) == set()
