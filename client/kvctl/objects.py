@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -150,8 +151,10 @@ def _source(arguments: argparse.Namespace) -> Iterator[Source]:
     elif arguments.table is not None:
         try:
             array = np.load(arguments.table, mmap_mode="r", allow_pickle=False)
-        except ValueError:
-            raise CommandError(USAGE, f"{arguments.table} is no array that np.save wrote") from None
+        except (ValueError, EOFError, zipfile.BadZipFile):
+            array = None
+        if not isinstance(array, np.ndarray):
+            raise CommandError(USAGE, f"{arguments.table} is no array, or not a whole one, that np.save wrote")
         yield array_source(array)
     else:
         yield BytesSource(read_bytes(arguments.file))

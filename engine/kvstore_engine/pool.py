@@ -19,13 +19,13 @@ import numpy.typing as npt
 from kvstore_engine.devices import SCALED_KV_TYPES
 from kvstore_engine.errors import UsageError
 from kvstore_engine.free_list import FreeList, PoolExhausted
-from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.kernels.page_bounds import Memory, PageBounds
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.page_selection import PageSelection
 from kvstore_engine.planes import HostPlanes, PoolPlanes, touched_memory
+from kvstore_proto.ggml_types import TENSOR_TYPES
 from kvstore_proto.kv_layout import ENGINE_ORDER
 
 __all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]

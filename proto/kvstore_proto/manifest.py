@@ -24,6 +24,7 @@ from kvstore_proto.errors import InvalidValue
 
 DIGEST_BYTES: Final = 32
 MAX_OBJECT_NAME_BYTES: Final = 1024
+OBJECT_NAMES: Final = f"1 to {MAX_OBJECT_NAME_BYTES} bytes, no control character and no @"  # which there are
 ALIGNMENT_BYTES: Final = 64  # of tensors in the content
 _PART_TAG: Final = b"KVpart1\0"
 _FORMAT: Final = 1

@@ -12,7 +12,7 @@ from kvstore_engine import loaded_model
 from kvstore_engine.cli.main import main
 from kvstore_engine.ggml import library, load_library
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.gguf.tensor_types import I32
+from kvstore_proto.ggml_types import I32
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.skips import skip_without_ggml

@@ -231,3 +231,27 @@ def test_bytes_that_are_not_those_that_were_put_are_found(kvctl: Kvctl, store: O
     assert store.verify("wrong") == {0: "its bytes are not those that were put"}
     assert "part 0" in kvctl("objects verify wrong", exit_code=FAILED).out
     assert store.map("wrong").content.tobytes() != data
+
+
+@pytest.mark.parametrize("name", ["a@99999999999999999999", "\udcff", "x" * 5000, "a\nb", "@1", "a@b"])
+def test_what_can_name_no_object_is_said_in_one_line(name: str, kvctl: Kvctl, tmp_path: Path) -> None:
+    (data := tmp_path / "data").write_bytes(b"bytes")
+    actions = [["put", name, "--file", str(data)], ["ttl", name, "5"]]
+    actions += [[action, name] for action in ("list", "get", "pin", "unpin", "verify", "prefetch", "rm")]
+    for words in actions:
+        said = kvctl(["objects", *words], exit_code=USAGE).err
+        assert said.count("\n") == 1 and len(said) < 300, words
+
+
+@pytest.mark.parametrize("kind", ["empty", "npz", "directory", "text"])
+def test_what_is_no_array_is_put_in_no_table(kind: str, kvctl: Kvctl, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    if kind == "npz":
+        with path.open("wb") as file:
+            np.savez(file, a=np.zeros((2, 2)))
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.write_text("" if kind == "empty" else "text")
+    said = kvctl(["objects", "put", "--table", str(path), "rows"], exit_code=USAGE).err
+    assert str(path) in said and said.count("\n") == 1

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_engine.ggml import Tensor
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.elements import KV_TYPES, widen_rows
@@ -27,6 +26,7 @@ from kvstore_engine.kernels.layout import (
 )
 from kvstore_engine.kernels.reference import paged_attention
 from kvstore_engine.kernels.selection import NativeKernels
+from kvstore_proto.ggml_types import Q4_0, Q8_0, TENSOR_TYPES
 from tests.reference.compilers import Compiler, native_kernels
 from tests.reference.examples import examples
 

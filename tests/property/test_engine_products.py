@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.kernels import Kernels
 from kvstore_engine.kernels.layout import Product
+from kvstore_proto.ggml_types import Q4_0, Q8_0
 from tests.reference.compilers import Compiler, native_kernels
 from tests.reference.examples import examples
 from tests.reference.product_graph import ProductGraph, random_matrix

@@ -8,10 +8,10 @@ import pytest
 
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
-from kvstore_engine.gguf.tensor_types import F32, Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
 from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER, interleave_q8_0
+from kvstore_proto.ggml_types import F32, Q4_0, Q8_0, TENSOR_TYPES
 
 FloatArray = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

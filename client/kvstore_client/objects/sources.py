@@ -11,7 +11,6 @@ import errno
 import json
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
+from kvstore_client.objects.gguf_header import require_whole
 from kvstore_proto.manifest import DTYPE_BITS, TensorEntry, dtype_name, laid_out, metadata_of
 
 DIRECT_BYTES = 4096  # what O_DIRECT wants places and lengths to be multiples of
@@ -243,7 +243,10 @@ def weights_source(path: Path) -> FileSource:
         return safetensors_source([path], {})
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({path / name for name in _json(index.read_bytes(), index).get("weight_map", {}).values()})
+        listed = _json(index.read_bytes(), index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise invalid(f"{index} has no `weight_map` from tensors to files")
+        files = sorted({path / name for name in listed.values()})
     else:
         files = sorted(path.glob("*.safetensors"))
     found = [*path.glob("*.gguf")]
@@ -252,7 +255,14 @@ def weights_source(path: Path) -> FileSource:
     if not files:
         raise invalid(f"{path} has no *.safetensors, and not one *.gguf: name the file")
     names = ("config.json", "generation_config.json")
-    return safetensors_source(files, {name: (path / name).read_text() for name in names if (path / name).is_file()})
+    return safetensors_source(files, {name: _text(path / name) for name in names if (path / name).is_file()})
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise invalid(f"{path} is not text in UTF-8") from None
 
 
 def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> FileSource:
@@ -266,6 +276,8 @@ def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> Fi
         for name, each in tensors:
             listed.append((name, each["dtype"], each["shape"]))
             places.append((number, begin + each["data_offsets"][0]))
+    if not listed:
+        raise invalid(f"{paths[0]} has no tensor")
     if len({name for name, _, _ in listed}) < len(listed):
         raise invalid(f"{paths[0].parent} has a tensor in two of its files")
     entries, nbytes = laid_out(listed)
@@ -276,26 +288,36 @@ def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> Fi
 def _safetensors_header(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
     """Return where the data of a safetensors file begins, and its tensors by their place."""
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-        if length > MAX_HEADER_BYTES:
-            raise invalid(f"{path} is no safetensors file: its header would have {length} bytes")
-        header = _json(file.read(length), path)
         size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise invalid(f"{path} is no safetensors file, or was cut short: it has no whole header")
+        header = _json(file.read(length), path)
     header.pop("__metadata__", None)
     for name, each in header.items():
-        bits = DTYPE_BITS.get(each.get("dtype", "")) if isinstance(each, dict) else None
-        if bits is None:
-            raise invalid(f"{path}: tensor {name} has no type that is known")
+        if not _is_described(each):
+            raise invalid(f"{path}: tensor {name} has no type, shape or place that is known")
         begin, end = each["data_offsets"]
-        if 8 + length + end > size or (end - begin) * 8 != bits * int(np.prod(each["shape"], dtype=object)):
-            raise invalid(f"{path}: tensor {name} does not fit its file or its shape")
+        if (end - begin) * 8 != DTYPE_BITS[each["dtype"]] * int(np.prod(each["shape"], dtype=object)):
+            raise invalid(f"{path}: tensor {name} does not fit its shape")
+        if 8 + length + end > size:
+            raise invalid(f"{path}: tensor {name} ends after the file, which was cut short: fetch it again")
     return 8 + length, sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+
+
+def _is_described(tensor: Any) -> bool:
+    """Return whether a header's entry has a type that is known, and natural numbers for its shape and its place."""
+    if not isinstance(tensor, dict):
+        return False
+    dtype, shape, place = (tensor.get(key) for key in ("dtype", "shape", "data_offsets"))
+    numbers = [*shape, *place] if isinstance(shape, list) and isinstance(place, list) and len(place) == 2 else [-1]
+    return isinstance(dtype, str) and dtype in DTYPE_BITS and all(type(each) is int and each >= 0 for each in numbers)
 
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise invalid(f"{path} is not what its name says: its header is no JSON object")
@@ -307,7 +329,6 @@ def gguf_source(path: Path) -> FileSource:
     KVStoreError(INVALID) for another file, and OSError.
     """
     with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
-            raise invalid(f"{path} is no GGUF file")
         size = os.fstat(file.fileno()).st_size
+        require_whole(file, str(path), size)
     return FileSource([path], [Segment(0, size, 0, 0)], (), size, kind="gguf", metadata={"file": path.name})

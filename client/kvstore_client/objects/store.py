@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvstore_client.arguments import PutTerms, positive_seconds
+from kvstore_client.arguments import PutTerms, positive_seconds, shown
 from kvstore_client.entry import connect
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
@@ -29,8 +29,10 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.manifest import (
     DIGEST_BYTES,
+    OBJECT_NAMES,
     PART_CLASSES,
     Manifest,
+    is_object_name,
     manifest_digest,
     parse_manifest,
     part_digest,
@@ -44,6 +46,7 @@ STAGING_BYTES = 72 << 20  # four parts
 DEADLINE_S = 60.0
 RETRY_S = 0.02
 RENEW_LEAST_S, RENEW_MOST_S = 0.05, 5.0
+VERSION_DIGITS = 18  # of a number of 64 bits
 
 
 class PutObject(NamedTuple):
@@ -369,8 +372,10 @@ def named(name: str) -> tuple[str, int]:
     KVStoreError(INVALID).
     """
     bare, at, version = name.partition("@")
-    if at and not (version.isdecimal() and int(version)):
-        raise invalid(f"{name}: behind @ stands the number of a version, from 1 on")
+    if not is_object_name(bare):
+        raise invalid(f"{shown(bare)} names no object: a name has {OBJECT_NAMES}")
+    if at and not (version.isdecimal() and len(version) <= VERSION_DIGITS and int(version)):
+        raise invalid(f"{shown(name)}: behind @ stands the number of a version, from 1 on")
     return bare, int(version or 0)
 
 

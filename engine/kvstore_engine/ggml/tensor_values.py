@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.ggml.library import GGMLError, Library
-from kvstore_engine.gguf.tensor_types import F32, TENSOR_TYPES
+from kvstore_proto.ggml_types import F32, TENSOR_TYPES
 
 _TO_FLOAT = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p, ct.c_int64)
 

@@ -23,7 +23,7 @@ import xxhash
 from kvstore_engine.errors import OperationError
 from kvstore_engine.gguf.cursor import Cursor, GGUFError
 from kvstore_engine.gguf.open_file import FileChanged, OpenFile
-from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
+from kvstore_proto.ggml_types import TENSOR_TYPES
 
 __all__ = ["FileDigest", "GGUFError", "GGUFFile", "TensorInfo"]
 

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore_engine.ggml.structs import InitParams, tensor_at
-from kvstore_engine.gguf.tensor_types import F32, I32, I64
 from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.model.weights import LayerWeights, Linear, Model
+from kvstore_proto.ggml_types import F32, I32, I64
 
 _NODES_PER_LAYER = 48
 _NODES_AROUND = 64

@@ -5,8 +5,8 @@ others.
 from dataclasses import dataclass
 
 from kvstore_engine.ggml.structs import tensor_at
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.model.weights import Linear
+from kvstore_proto.ggml_types import Q4_0, Q8_0
 
 
 @dataclass(frozen=True, slots=True)

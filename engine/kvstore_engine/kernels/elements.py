@@ -6,7 +6,7 @@ The module owns the list of types that the kernels read. ggml writes them (`ggml
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.gguf.tensor_types import BF16, F16, F32, Q4_0, Q8_0, TENSOR_TYPES
+from kvstore_proto.ggml_types import BF16, F16, F32, Q4_0, Q8_0, TENSOR_TYPES
 
 KV_TYPES = {"f16": F16, "bf16": BF16, "f32": F32, "q8_0": Q8_0, "q4_0": Q4_0}
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from kvstore_engine.ggml.structs import DATA_OFFSET_BYTES, EXTENTS_OFFSET_BYTES, SOURCES_OFFSET_BYTES
-from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels.base import Int32Array
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.page_bounds import PageBounds
+from kvstore_proto.ggml_types import TENSOR_TYPES
 
 ROWS_PER_ITEM = 48  # kRows of paged_attention.cpp: one pass of the kernel
 SPAN_TOKENS = 256  # kSpanKeys of layout.h: the least that a context is cut into

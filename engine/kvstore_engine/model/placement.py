@@ -4,9 +4,9 @@ The module owns the rules that the loader shares: which kernel multiplies a matr
 """
 
 from kvstore_engine.gguf import GGUFFile, TensorInfo
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.kernels import select_kernels
 from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER
+from kvstore_proto.ggml_types import Q4_0, Q8_0
 
 _BY_COLUMNS = "q8_0-by-columns"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"

@@ -7,11 +7,11 @@ it expects, and none that the graph would silently ignore.
 from collections.abc import Collection, Iterator, Mapping
 
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.gguf.tensor_types import F32
 from kvstore_engine.model.architecture import Extent, Part
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.model.rope import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from kvstore_proto.ggml_types import F32
 
 _ALIGNMENT_BYTES = 32  # what ggml's CPU kernels may assume of a tensor
 _FUSED, _APART = "attn_qkv", ("attn_q", "attn_k", "attn_v")

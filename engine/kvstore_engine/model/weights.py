@@ -18,13 +18,13 @@ import numpy.typing as npt
 from kvstore_engine.ggml import Library, load_library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.gguf import GGUFFile, TensorInfo
-from kvstore_engine.gguf.tensor_types import Q4_0
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.interleaved_layout import ROWS_TOGETHER, interleave_q8_0, is_interleaved_q4_0
 from kvstore_engine.model.placement import can_interleave, interleaves_q8_0
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors, layer_parts
+from kvstore_proto.ggml_types import Q4_0
 
 _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.manifest import DIGEST_BYTES, MAX_OBJECT_NAME_BYTES, is_object_name
+from kvstore_proto.manifest import DIGEST_BYTES, OBJECT_NAMES, is_object_name
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.tenants import Tenant
 from kvstored.clock import NS_PER_S, Clock
@@ -59,7 +59,7 @@ class ObjectCatalogue:
         if not is_object_name(request.name):
             raise KVStoreError(
                 ErrorKind.INVALID,
-                f"an object's name has 1 to {MAX_OBJECT_NAME_BYTES} bytes, no control character and no @",
+                f"an object's name has {OBJECT_NAMES}",
             )
         async with self._turn:
             if request.action == pb.Catalogue.ACTION_PUT:

@@ -18,6 +18,7 @@ from kvstore_client import KVStoreError
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.sources import SLACK_BYTES, ArraySource, Source, weights_source
 from kvstore_proto.manifest import NUMPY_DTYPES
+from tests.reference.tiny_llama import write_tiny_llama
 
 
 def safetensors_file(path: Path, tensors: dict[str, np.ndarray[Any, Any]], pad: int = 0) -> None:
@@ -102,6 +103,66 @@ def test_what_is_no_file_of_weights_is_refused_in_one_line(tmp_path: Path) -> No
         with pytest.raises(KVStoreError) as refused:
             weights_source(path)
         assert path.name in refused.value.message and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"dtype": "F32", "shape": [4]},
+        {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": "x", "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 16, 32]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 1.5]},
+        {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+        "no tensor",
+        None,
+    ],
+)
+def test_a_header_of_another_form_is_refused_in_one_line(described: object, tmp_path: Path) -> None:
+    header = json.dumps({} if described is None else {"a": described}).encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(KVStoreError, match=r"odd\.safetensors") as refused:
+        weights_source(path)
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors.index.json", b'{"weight_map": ["a"]}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}'),
+        ("model.safetensors.index.json", b'{"a": "b"}'),
+        ("model.safetensors.index.json", b"[" * 100_000),
+        ("config.json", b"\xff\xfe"),
+    ],
+)
+def test_a_spoilt_file_beside_the_weights_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+    safetensors_file(tmp_path / "a.safetensors", {"a": np.arange(9, dtype="f4")})
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(KVStoreError, match=file):
+        weights_source(tmp_path)
+
+
+def test_a_gguf_file_that_was_cut_short_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    whole = write_tiny_llama(tmp_path / "whole.gguf", layers=1)
+    with weights_source(whole) as source:
+        assert source.nbytes == whole.stat().st_size
+    content, cut = whole.read_bytes(), tmp_path / "cut.gguf"
+    for nbytes in (4, 8, 23, 24, *range(100, len(content), 9973), len(content) - 1):
+        cut.write_bytes(content[:nbytes])
+        with pytest.raises(KVStoreError, match=r"cut\.gguf is no whole GGUF file.*fetch it again"):
+            weights_source(cut)
+
+
+def test_a_gguf_file_with_lengths_of_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    for counts in ((3, 2**63, 0), (3, 0, 2**63), (9, 1, 1), (3, 0, 0)):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", *counts) + b"\xff" * 200)
+        with pytest.raises(KVStoreError, match=r"odd\.gguf is no whole GGUF file"):
+            weights_source(path)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

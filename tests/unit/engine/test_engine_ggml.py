@@ -10,9 +10,9 @@ import pytest
 from kvstore_engine.ggml import GGMLError, Library, Tensor, find_library, library, load_library
 from kvstore_engine.ggml.structs import CpuTypeTraits
 from kvstore_engine.gguf import TENSOR_TYPES
-from kvstore_engine.gguf.tensor_types import BF16
 from kvstore_engine.kernels import KernelError, select_kernels
 from kvstore_engine.model.quantisation import multipliable_types
+from kvstore_proto.ggml_types import BF16
 
 
 def test_the_installed_library_loads_and_describes_itself() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from kvstore_cuda.native_build import AVX2, FLAGS
 from kvstore_engine.ggml import load_library, tensor_at
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.kernels import Kernels, build
 from kvstore_engine.kernels.build import build_kernels
@@ -26,6 +25,7 @@ from kvstore_engine.model.interleaved_layout import (
     is_interleaved_q4_0,
 )
 from kvstore_engine.model.weights import Linear
+from kvstore_proto.ggml_types import Q4_0, Q8_0, TENSOR_TYPES
 from tests.reference.examples import each_nth
 from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
 from tests.reference.quantised_product import quantised_product

@@ -14,12 +14,12 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.gguf.reader import TensorInfo
-from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.kernels import select_kernels
 from kvstore_engine.model.placement import copied_bytes, order_of_sums
 from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import BlockPool
+from kvstore_proto.ggml_types import Q4_0, Q8_0
 from tests.reference.make_gguf import TinyModel, write_model
 
 _TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32)

@@ -1,7 +1,7 @@
 """ggml's tensor types: the number in the file, the name, and the bytes of a row.
 
 The module owns the one table of the sizes of quantised blocks. It does not interpret the bytes inside a block. Sizes
-are from ggml's `ggml-common.h`; a type that is not listed here cannot be located in a file, so the reader refuses it.
+are from ggml's `ggml-common.h`; a type that is not listed here cannot be located in a file, so the engine refuses it.
 """
 
 from typing import NamedTuple
