@@ -174,12 +174,32 @@ def test_the_dockerfile_has_nothing_to_complain_about() -> None:
     assert (run.returncode, run.stdout) == (0, "")
 
 
+def _stages() -> list[str]:
+    """Return the Dockerfile's stages, with lines joined as the builder joins them."""
+    return re.split(r"^FROM ", (_DEPLOY / "Dockerfile").read_text().replace("\\\n", ""), flags=re.MULTILINE)[1:]
+
+
+def _copied() -> list[str]:
+    """Return the names that the Dockerfile's first stage copies out of the tree."""
+    return [name for line in re.findall(r"^COPY (.*) \S+$", _stages()[0], re.MULTILINE) for name in line.split()]
+
+
 def test_the_image_holds_every_source_of_the_wheel() -> None:
-    text = (_DEPLOY / "Dockerfile").read_text()
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    read_by_setup = re.findall(r'with_name\("(.+?)"\)', (ROOT / "setup.py").read_text())
     needed = [*settings["tool"]["setuptools"]["packages"]["find"]["where"], settings["project"]["readme"]]
-    missing = [name for name in needed if not re.search(rf"^COPY .*\b{re.escape(name)}\b", text, re.MULTILINE)]
-    assert not missing
+    needed += [*settings["project"]["license-files"], "pyproject.toml", "setup.py", *read_by_setup]
+    assert set(needed) == set(_copied()) and "CHANGELOG.md" in read_by_setup
+
+
+def test_the_image_has_compiled_copies_and_codecs_and_no_compiler() -> None:
+    """They are compiled by the installed code, as in the Debian package, where there is a compiler."""
+    build, result = _stages()
+    assert not build.partition(" ")[0].endswith("-slim-bookworm") and result.startswith("python:3.13-slim-bookworm")
+    (shipping,) = re.findall(r"&& /opt/kvstored/bin/python -c '([^']+)'", build)
+    (packaged,) = re.findall(r"bin/python -c '([^']+)'", (_DEPLOY / "debian/rules").read_text().replace("\\\n", ""))
+    assert shipping.split() == packaged.split() and "host_copies.ship()" in packaged and "native.ship()" in packaged
+    assert "COPY --from=build /opt/kvstored /opt/kvstored" in result
 
 
 def test_the_board_is_one_that_grafana_reads() -> None:

@@ -93,6 +93,25 @@ def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_pat
     assert next((out / "archive").glob("*.whl")).name.startswith(f"kvstored-{RELEASE}")
 
 
+@pytest.mark.timeout(BUILD_TIMEOUT_S)
+def test_what_the_dockerfile_copies_makes_a_wheel_of_this_release(tmp_path: Path) -> None:
+    """Without git, and without anything that the Dockerfile does not name."""
+    lines = re.findall(r"^COPY (?!--)(.*) (\S+)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    for names, place in lines:
+        for name in names.split():
+            source, target = ROOT / name, tmp_path / "source" / place
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "_version.py"))
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+    _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, tmp_path / "source"], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"kvstored-{RELEASE}")
+    with zipfile.ZipFile(wheel) as packed:
+        assert "kvstore_proto/_version.py" in packed.namelist()
+
+
 @pytest.fixture(scope="module")
 def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin directory of an environment that holds the wheel, its base dependencies, and nothing else."""
