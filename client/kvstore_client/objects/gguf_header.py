@@ -97,8 +97,8 @@ def require_whole(file: BinaryIO, name: str, nbytes: int) -> None:
         if (dimensions := walk.number("<I")) > _MOST_DIMENSIONS:
             raise walk.wrong(f"a tensor in it would have {dimensions} dimensions")
         elements = math.prod(walk.number("<Q") for _ in range(dimensions))
-        kind, offset = TENSOR_TYPES.get(walk.number("<I")), walk.number("<Q")
-        end = max(end, offset + (0 if kind is None else kind.row_bytes(elements)))
+        form, offset = TENSOR_TYPES.get(walk.number("<I")), walk.number("<Q")
+        end = max(end, offset + (0 if form is None else form.row_bytes(elements)))
     begin = -(-walk.place // alignment) * alignment
     if begin + end > nbytes:
         raise walk.wrong(f"its tensors need {begin + end} bytes, and it has {nbytes}")
