@@ -47,6 +47,11 @@ def test_arenas_are_read_back(ledger: Ledger, tmp_path: Path) -> None:
     later.close()
 
 
+def test_unused_rows_take_no_memory_in_a_later_process(ledger: Ledger, tmp_path: Path) -> None:
+    held = os.fstat(ledger.fd).st_blocks
+    assert reread(ledger, tmp_path).arenas() == [] and os.fstat(ledger.fd).st_blocks == held
+
+
 def test_an_arena_without_an_owner_is_not_kept(ledger: Ledger) -> None:
     assert not ledger.add_arena(ArenaRecord(1, 4096, "", 0, 0, 0))
     ledger.change_arena(ArenaRecord(1, 4096, "", 4096, 1, 1))

@@ -292,7 +292,8 @@ class Ledger:
 
     def _live_rows(self, start: int, row_bytes: int, rows: int) -> list[int]:
         """Return the offsets of the rows whose first word is not zero."""
-        words = np.frombuffer(self._memory, np.uint64, rows * row_bytes // 8, start)[:: row_bytes // 8].copy()
+        raw = os.pread(self.fd, rows * row_bytes, start)  # unused rows that are read in the mapping take memory
+        words = np.frombuffer(raw, np.uint64)[:: row_bytes // 8]
         found: list[int] = (np.flatnonzero(words) * row_bytes + start).tolist()
         return found
 
