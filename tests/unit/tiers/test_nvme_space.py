@@ -6,6 +6,7 @@ import gc
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import Superblock
 from kvstore_tiers.nvme.record_scan import ScannedSlab
 from kvstore_tiers.nvme.slab import Slab
-from kvstore_tiers.nvme.slot_words import mark
+from kvstore_tiers.nvme.slot_words import mark, marks
 from kvstore_tiers.nvme.space import SlabSpace
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstore_tiers.testing.transfers import block, finish, put
@@ -74,9 +75,25 @@ def test_a_slab_remembers_how_much_each_slot_stores(tmp_path: Path) -> None:
             assert {each: slab.stored(each) for each in expected} == expected
 
 
+def test_a_slot_is_used_beyond_its_four_thousand_millionth_generation(tmp_path: Path) -> None:
+    with closing(TierDirectory(tmp_path)) as directory:
+        slab = Slab(directory, Superblock(bytes(16), 1, 1, 8192, 4, 1, 2 << 20, 1))
+        assert slab.generations.itemsize == 4
+        slab.generations[0] = 2**32 - 1
+        others = slab.generations[1:].tolist()
+        for generation in (2**32 - 1, 2**32, 2**32 + 1):
+            slot = slab.allocate()
+            assert slot.generation == generation
+            slab.free(slot)
+        assert slab.generations[1:].tolist() == others
+
+
 def test_marks_tell_generations_apart_and_none_from_any() -> None:
-    assert mark(0) == 0 and mark(2**32) == mark(1) == 1
-    assert len({mark(2**32 - 2 + step) for step in range(100)}) == 99, "but for one pair in 2^32"
+    assert mark(0) == 0
+    for first in (1, 2**16 - 50, 2**32 - 50, 2**40):
+        marked = np.arange(first, first + 1000, dtype=np.uint64)
+        assert len({mark(int(generation)) for generation in marked} - {0}) == 1000
+        assert marks(marked, marked != first).tolist() == [0, *(mark(first + step) for step in range(1, 1000))]
 
 
 def test_a_slab_has_room_for_every_owner(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from kvstore_tiers.image import aligned_down, aligned_up
 FORMAT_VERSION = 2
 SUPERBLOCK_BYTES = 4096
 RECORD_BYTES = 256
-GENERATION_SPREAD = 1 << 40
+GENERATION_SPREAD = 1 << 28
 CODEC_SHIFT = 48  # in a `stored_word`
 STORED_MASK = (1 << CODEC_SHIFT) - 1
 _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"

@@ -388,7 +388,7 @@ def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
             geometry = slab.superblock
             slots = (blocks.offset[first:last] - np.uint64(geometry.slots_offset)) // np.uint64(geometry.slot_bytes)
             written = np.frombuffer(slab.states, np.uint8)[slots] == SlotState.WRITTEN
-            generations = np.frombuffer(slab.generations, np.uint64)[slots]
+            generations = np.asarray(slab.generations)[slots]
             found[first:last] = written & (generations == blocks.generation[first:last])
     return found
 

@@ -1,6 +1,6 @@
 """One slab in memory: which slots are out, in which generation, and what the record on the medium says of each.
 
-Owns the state of one slab file's slots and keeps its records in step. 13 bytes a slot, 21 where blocks have codecs;
+Owns the state of one slab file's slots and keeps its records in step. 7 bytes a slot, 15 where blocks have codecs;
 keys are not kept here. Two sides use it. The control thread allocates and frees, touching memory alone. I/O threads and
 the group commit touch records, under `_records`, the lock that orders "withdraw the old record" before "overwrite the
 slot" before "publish the new record" across threads.
@@ -34,7 +34,7 @@ from kvstore_tiers.nvme.layout import (
     stored_word,
 )
 from kvstore_tiers.nvme.slab_file import SlabFile
-from kvstore_tiers.nvme.slot_words import StoredWords, mark, marks
+from kvstore_tiers.nvme.slot_words import StoredWords, generations_of, mark, marks
 
 Column = npt.NDArray[np.uint64]
 _SETTLED_AT_ONCE = 1024  # freed slots whose records one write takes along: some milliseconds
@@ -66,10 +66,11 @@ class Slab:
         self.number, self.owner, self.used_slots = superblock.number, "", 0
         self.nbytes, self.slot_bytes, self.slots = superblock.file_bytes, superblock.slot_bytes, superblock.slots
         self.states = bytearray(superblock.slots)
-        fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
-        self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
+        self.generations = array("I", bytes(4 * superblock.slots))  # of a file that is there already: see `adopt`
+        if file is None:
+            self.generations = generations_of(superblock.first_generations())
         self._stored = StoredWords(superblock.slots)
-        self.recorded = array("I", bytes(4 * superblock.slots))
+        self.recorded = array("H", bytes(2 * superblock.slots))
         self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes
         self._untouched = 0
         self._unsettled: dict[int, int] = {}  # freed in that generation; a record on the medium may still be live
@@ -123,7 +124,11 @@ class Slab:
         index = self.require_out(slot)
         may_be_live = self._may_be_live(index)
         self.states[index] = SlotState.FREE
-        self.generations[index] += 1
+        try:
+            self.generations[index] += 1
+        except OverflowError:
+            self.generations = array("Q", self.generations)
+            self.generations[index] += 1
         with self._settling:
             self._hot.discard(index)
             if may_be_live:
@@ -215,7 +220,7 @@ class Slab:
     def retire(self) -> None:
         """Forget which blocks the records on the medium name, because the file will be overwritten or deleted."""
         with self._records:
-            self.recorded = array("I", bytes(4 * self.superblock.slots))
+            self.recorded = array("H", bytes(2 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
             self._is_retired = True  # nothing of it may be written to the file any more
 
@@ -305,9 +310,9 @@ class Slab:
         """Set the state (a SlotState), the generation and the `stored_word` of each slot, as recovery found them."""
         self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
-        np.frombuffer(self.generations, np.uint64)[:] = generations
+        self.generations = generations_of(generations)
         self._stored.adopt(stored, taken)
-        np.frombuffer(self.recorded, np.uint32)[:] = marks(generations, taken)
+        np.frombuffer(self.recorded, np.uint16)[:] = marks(generations, taken)
         self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())
         self._untouched = len(states)

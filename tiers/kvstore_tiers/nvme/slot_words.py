@@ -1,4 +1,4 @@
-"""The module keeps two facts about each slot of a slab in few bytes: how much the slot stores, and a mark of the
+"""The module keeps facts about each slot of a slab in few bytes: how much it stores, its generation, and a mark of the
 generation that a record names.
 
 It knows no files and no records. `StoredWords` may be used by several threads.
@@ -15,19 +15,26 @@ import numpy.typing as npt
 from kvstore_tiers.nvme.layout import CODEC_SHIFT, STORED_MASK
 
 _NARROW = 2**32 - 1
+_MARKS = 2**16 - 1
 
 
 def mark(generation: int) -> int:
-    """Return the low half of `generation`, or 1 where that is 0; of no generation (0), 0. It tells the uses of a slot
-    apart, which follow each other one by one."""
-    return (generation & _NARROW or 1) if generation else 0
+    """Return a number from 1 to 65,535 for `generation`; for no generation (0), 0. It tells the uses of a slot apart,
+    which follow each other one by one."""
+    return generation % _MARKS + 1 if generation else 0
 
 
-def marks(generations: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
+def marks(generations: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint16]:
     """Return the `mark` of each of `generations` where `taken` is true, and 0 elsewhere."""
-    found: npt.NDArray[np.uint32] = np.maximum(generations & np.uint64(_NARROW), np.uint64(1)).astype(np.uint32)
+    found: npt.NDArray[np.uint16] = (generations % np.uint64(_MARKS) + np.uint64(1)).astype(np.uint16)
     found *= taken
     return found
+
+
+def generations_of(values: npt.NDArray[np.uint64]) -> array[int]:
+    """Return the generations `values` as an array of 4 bytes a slot, or of 8 if one does not fit."""
+    code = "I" if values.max(initial=0) <= _NARROW else "Q"
+    return array(code, values.astype(code).tobytes())
 
 
 class StoredWords:

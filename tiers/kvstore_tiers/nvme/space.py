@@ -161,7 +161,7 @@ class SlabSpace(Containers[Slab]):
                 faults.append(f"slab {number}: a slot is held where none begins")
                 continue
             states = np.frombuffer(slab.states, np.uint8)[index]
-            now = np.frombuffer(slab.generations, np.uint64)[index]
+            now = np.asarray(slab.generations)[index]
             bad = (states == SlotState.FREE) | (states == SlotState.QUARANTINED) | (now != generations[here])
             for position in np.flatnonzero(bad).tolist():
                 faults.append(f"slab {number} slot {index[position]} is held and is not allocated so")
