@@ -139,7 +139,7 @@ def measure(blocks: int, directory: Path, rounds: int) -> list[Row]:
             "one sequential read", possible=(floors.checksums_cpu_s + floors.page_faults_s) * ms,
             possible_name="checksums and page faults"),
         *_floors(floors, median(reads)),
-        within("resident_bytes_a_block", grown, "B", 130.0),
+        within("resident_bytes_a_block", grown, "B", 100.0),
         Row("resident_bytes_after_a_client", with_client, "B", grown, "before any client"),
         Row("lookup_64_cold", cold * ms, "ms", warm * ms, "the same again", AT_MOST, 1.3),
         Row("lookup_64_again", warm * ms, "ms", floor * ms, "stream echo"),

@@ -129,7 +129,7 @@ class InvariantChecker:
             faults += store.nvme.check_held(
                 as_array(copies.container)[rows],
                 as_array(copies.offset)[rows],
-                np.frombuffer(copies.generation, np.uint64)[rows],
+                as_array(copies.generation)[rows],
             )
             yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import count
 
@@ -180,6 +181,31 @@ def test_access_counts_come_back_from_the_ghost() -> None:
     adopt(residency, NVME, columns([(1, None, 0)]), [RowKind(0, 7, 0)], 3)
     assert residency.accesses(residency.find(0, key_of(1))) == 5
     assert check(residency) == []
+
+
+def test_a_block_that_many_follow_is_adopted_with_all_its_children() -> None:
+    """Some of them in a second part, which hangs on the first."""
+    heads: list[tuple[int, int | None, int]] = [(0, None, 0), *((number, 0, 1) for number in range(1, 200))]
+    residency = adopted(heads)
+    later: list[tuple[int, int | None, int]] = [(number, 0, 1) for number in range(200, 400)]
+    assert adopt(residency, NVME, columns(later), [RowKind(0, 7, 0)], 1) == []
+    top = residency.find(0, key_of(0))
+    assert residency.children(top) == residency.children(top, NVME) == 399
+    assert not check(residency)
+
+
+def test_a_block_at_rest_takes_few_bytes_of_the_index() -> None:
+    """Columns of zeros take none (test_residency_columns.py)."""
+    residency = adopted(list(chains(*[100] * 20)))
+    copies, index = residency.copies[NVME], residency.tenants[0].bulk
+    assert index is not None
+    held: list[object] = [*vars(residency.rows).values(), *vars(copies).values(), index.members.__self__.table]
+    sizes = [
+        each.itemsize if isinstance(each, array) else 1
+        for each in held
+        if isinstance(each, array | bytearray) and any(each)
+    ]
+    assert sum(sizes) + 0.5 * 4 <= 50, "the keys apart"
 
 
 def test_nothing_to_adopt() -> None:

@@ -83,6 +83,27 @@ def test_a_value_that_does_not_fit_widens_its_column_and_changes_no_other() -> N
     assert not check(residency)
 
 
+def test_a_block_may_have_any_number_of_children() -> None:
+    """One by one, in runs and promoted: more than one byte, and then two, can count."""
+    shelf = Shelf("host", "nvme")
+    residency, top = shelf.residency, shelf.store(0)
+    many = 70_000
+    for number in range(1, many):
+        residency.store_run(
+            0, [key(number)], top, NVME, [Slot(1, 8192 * number, 8192, 1)],
+            fingerprint_id=7, group=0, payload_bytes=4096, now_ns=1,
+        )  # fmt: skip
+    last = residency.insert(0, key(many), key(0), fingerprint_id=7, group=0, depth=1, payload_bytes=4096, now_ns=1)
+    residency.attach(last, NVME, Slot(2, 0, 8192, 1), 1)
+    assert residency.children(top) == residency.children(top, NVME) == many
+    children = [residency.find(0, key(number)) for number in range(1, 300)]
+    residency.attach_run(children, HOST, [Slot(3, 8192 * row, 8192, 1) for row in children])
+    assert residency.children(top, HOST) == 299 and not check(residency)
+    for row in (last, *children[:50]):
+        residency.remove(row, Cause.EXPIRED, 1)
+    assert residency.children(top) == many - 51 and not check(residency)
+
+
 def test_zeros_take_no_memory_until_they_are_written() -> None:
     """A tier of few blocks beside one of a hundred million."""
 

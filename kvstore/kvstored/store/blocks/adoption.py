@@ -20,7 +20,7 @@ from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.keys import BulkKeys, KeyTable
-from kvstored.store.blocks.rows import as_array
+from kvstored.store.blocks.rows import as_array, counted, widened
 from kvstored.store.blocks.view import RowKind
 from kvstored.tier_set import ONLY
 
@@ -53,7 +53,7 @@ def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Seque
     fits[_known(residency, blocks, kinds)] = False
     ours = blocks if fits.all() else blocks.take(fits)
     while len(ours):
-        crowds = _by_tenant(ours, kinds)
+        crowds = _by_tenant(ours, kinds, residency.rows.capacity)
         parents, hanging = _parents(ours, crowds)
         would_cycle = parents >= 0
         would_cycle &= (
@@ -71,20 +71,20 @@ def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Seque
 class _Crowd:
     """The blocks of one tenant, by position (None: all there are), to be found by key."""
 
-    def __init__(self, tenant: int, keys: Column, members: Column | None) -> None:
+    def __init__(self, tenant: int, keys: Column, members: Column | None, first: int) -> None:
         self.tenant = tenant
         self.members = members
-        self.table = KeyTable(keys, members)
+        self.table = KeyTable(keys, members, first)
 
 
-def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[RowKind]) -> list[_Crowd]:
-    """Return the tenants that have blocks here."""
+def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[RowKind], first: int) -> list[_Crowd]:
+    """Return the tenants that have blocks here, which will be in rows from number `first` on."""
     present = _distinct(blocks.origin)
     tenants = sorted({kinds[origin].tenant for origin in present})
     if len(tenants) == 1:
-        return [_Crowd(tenants[0], blocks.key, None)]
+        return [_Crowd(tenants[0], blocks.key, None, first)]
     owner = np.array([kind.tenant for kind in kinds], np.int32)[blocks.origin]
-    return [_Crowd(tenant, blocks.key, np.flatnonzero(owner == tenant)) for tenant in tenants]
+    return [_Crowd(tenant, blocks.key, np.flatnonzero(owner == tenant), first) for tenant in tenants]
 
 
 def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind]) -> Column:
@@ -141,12 +141,14 @@ def _enter(
     rows, copies = residency.rows, residency.copies[tier]
     count = len(blocks)
     first = rows.take_bulk(blocks.key.tobytes())
+    copies.grow(rows.capacity, are_filled=True)  # first: in memory that the process has already
     for each in residency.copies:
-        each.grow(rows.capacity)
+        if each is not copies:
+            each.grow(rows.capacity)
     ours = slice(first, first + count)
     kind_numbers = np.array([residency.kind_number(kind) for kind in kinds], np.uint32)
     rows.fit(int(kind_numbers.max()), int(blocks.depth.max()))
-    copies.widen(int(blocks.container.max()), int(blocks.offset.max()))
+    copies.widen(int(blocks.container.max()), int(blocks.offset.max()), int(blocks.generation.max()))
 
     def fill(column: array[int] | bytearray, values: Any) -> None:
         as_array(column)[ours] = values
@@ -167,6 +169,8 @@ def _enter(
         residency.note_stored(first + block, tier, *blocks.form_of(block))
     children = np.bincount(parents + 1, minlength=count + 1)[1:]
     fill(rows.parent, np.where(parents >= 0, parents + first, _NONE) if first else parents)
+    most = int(children.max())
+    rows.links, copies.kids = widened(rows.links, most), widened(copies.kids, most)
     fill(rows.links, children)
     fill(copies.kids, children)
     for origin in _distinct(blocks.origin):
@@ -198,12 +202,11 @@ def _link_to_others(
     residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[RowKind], hanging: Column, first: int
 ) -> None:
     """Link the blocks whose parents are not among them: under rows that were there before, or under placeholders."""
-    rows, kids = residency.rows, residency.copies[tier].kids
+    rows, copies = residency.rows, residency.copies[tier]
     for position in hanging.tolist():
         row, tenant = first + position, kinds[int(blocks.origin[position])].tenant
         parent = residency.parent_or_placeholder(
             tenant, blocks.parent_of(position), rows.kind[row], rows.depth[row], rows.payload_bytes[row]
         )
         rows.parent[row] = parent
-        rows.links[parent] += 1
-        kids[parent] += 1
+        rows.links, copies.kids = counted(rows.links, parent), counted(copies.kids, parent)

@@ -11,6 +11,7 @@ from kvstore_tiers.base import Slot
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.events import Listeners, NullListener
 from kvstored.store.blocks.keys import TenantIndex
+from kvstored.store.blocks.rows import counted
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
 from kvstored.store.blocks.view import ResidencyView, RowKind
 from kvstored.tier_set import ONLY
@@ -84,7 +85,7 @@ class Arrival:
             parent = self._tree.parent_or_placeholder(tenant, parent_key, kind, depth, payload_bytes)
         if parent >= 0:
             self._view.rows.parent[row] = parent
-            self._view.rows.links[parent] += 1
+            self._view.rows.links = counted(self._view.rows.links, parent)
         if before >= 0:
             self._tree.forget_empty(before)
         index.fingerprints.add(fingerprint_id)
@@ -118,9 +119,9 @@ class Arrival:
         if rows.capacity > len(copies.state):
             for each in self._view.copies:
                 each.grow(rows.capacity)
-        row_keys, parents, links, kinds, depths = rows.keys, rows.parent, rows.links, rows.kind, rows.depth
+        row_keys, parents, kinds, depths = rows.keys, rows.parent, rows.kind, rows.depth
         sizes, last, accesses, mask = rows.payload_bytes, rows.last_access_ns, rows.accesses, rows.mask
-        state, kids, recall = copies.state, copies.kids, index.ghost.accesses
+        state, recall = copies.state, index.ghost.accesses
         entered = index.unreadable if filling else index.readable
         where, is_now, bit = rows.filling if filling else mask, _FILLING if filling else _STORED, ONLY[tier]
         self._view.changes += 1
@@ -128,6 +129,9 @@ class Arrival:
         stored = [] if index.has_none_of(keys) else [key for key in keys if index.row(key) >= 0]
         if stored or len(set(keys)) < len(keys):
             raise RuntimeError(f"block {(*stored, keys[0])[0].hex()} is stored already")
+        if parent >= 0:
+            rows.links, copies.kids = counted(rows.links, parent), counted(copies.kids, parent)
+        links, kids = rows.links, copies.kids
         for key in keys:
             row = free.pop()
             row_keys[row] = key
@@ -140,9 +144,8 @@ class Arrival:
             where[row] = bit
             state[row] = is_now
             entered[key] = row
-            if parent >= 0:
-                links[parent] += 1
-                kids[parent] += 1
+            if found:
+                links[parent] = kids[parent] = 1
             parent = row
             depth += 1
             found.append(row)
@@ -176,7 +179,7 @@ class Arrival:
             advance(copies.state[row], step)
             copies.state[row] = _FILLING
             if (parent := rows.parent[row]) >= 0:
-                copies.kids[parent] += 1
+                copies.kids = counted(copies.kids, parent)
             rows.filling[row] |= bit
         copies.put_run(run, slots, self._view.kind_tenant[rows.kind[run[0]]])
 

@@ -4,9 +4,10 @@ Structural separation: no key of one tenant is ever looked up in another's. The 
 from the dictionary of the others, so that a lookup is one access a key and stops at the first missing one.
 
 A dictionary entry with its key and its number takes some 150 bytes. Blocks that were taken over in bulk and have not
-changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 24
+changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 22
 bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and it
-becomes an ordinary row. `KeyTable` is the bare table, of positions in a column of keys. Entries are never taken out: a
+becomes an ordinary row. `KeyTable` is the bare table, of positions in a column of keys. The bits that a position leaves
+free in an entry are a tag, bits of the key, so that few keys are compared in vain. Entries are never taken out: a
 row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table checks that. The
 hash is multiplication by a random odd number, whose low 32 bits are scaled to the table, over key bytes that are
 themselves a digest; a tenant who forges keys makes only its own lookups slower.
@@ -28,10 +29,11 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import RowColumns
 
-_PLACES_A_KEY = 2
-_WORD_BITS = 32
+_PLACES_A_KEY = 1.5
+_ENTRY_MASK: int = 2**31 - 1
+_TAG_MASK = np.uint32(_ENTRY_MASK)
+_WORD_BITS, _WORDS_A_KEY = 32, 4
 _WORD_MASK: int = 2**_WORD_BITS - 1
-_HEADS_A_KEY = KEY_BYTES * 8 // _WORD_BITS
 _NOTHING = -1
 _PLACES = 1 << 14
 _NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
@@ -56,14 +58,19 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 class KeyTable:
     """A hash table that finds positions in an array of keys, many at a time. It contains the positions in `members`, or
-    all positions if that is None. The array of keys is not kept: each call gets it as a parameter."""
+    all positions if that is None. The array of keys is not kept: each call gets it as a parameter. `first` is the
+    number that `move` will add to them. An entry of `table` is a position in its low `bits` and the key's tag above
+    them, or -1."""
 
-    __slots__ = ("multiplier", "places", "size", "table")
+    __slots__ = ("_factor", "_tag_shift", "bits", "mask", "multiplier", "places", "size", "table")
 
-    def __init__(self, keys: Column, members: Column | None = None) -> None:
+    def __init__(self, keys: Column, members: Column | None = None, first: int = 0) -> None:
         self.multiplier = secrets.randbits(_WORD_BITS) | 1
-        self.size = max(1, _PLACES_A_KEY * (len(keys) if members is None else len(members)))
-        self.table = self._filled(keys[:, 0] if members is None else keys[members, 0], members)
+        self.size = 1 + int(_PLACES_A_KEY * (len(keys) if members is None else len(members)))
+        self.bits = (first + len(keys)).bit_length()
+        self.mask = 2**self.bits - 1
+        self._factor, self._tag_shift = np.uint32(self.multiplier), np.uint32(self.bits)
+        self.table = self._filled(keys.view("<u4") if members is None else keys[members].view("<u4"), members)
         self.places = np.frombuffer(self.table, np.int32)
 
     def move(self, first: int) -> None:
@@ -79,40 +86,53 @@ class KeyTable:
         little-endian 64-bit words. `may_be` gets the positions of equal keys and returns a bool for each, False for one
         that does not count."""
         found = np.full(len(wanted), _NOTHING, np.int32)
-        left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
+        words = np.ascontiguousarray(wanted).view("<u4")
+        left, places, tags = np.arange(len(wanted)), self.homes(words[:, 0]), self.tags(words[:, 1])
         while len(left):
             there = self.places[places]
             here = there != _NOTHING
             if not here.all():
-                left, places, there = left[here], places[here], there[here]
-            ours, theirs = keys[there], wanted[left]
-            equal = (ours[:, 0] == theirs[:, 0]) & (ours[:, 1] == theirs[:, 1])
+                left, places, tags, there = left[here], places[here], tags[here], there[here]
+            there = there ^ tags
+            equal = there <= self.mask
+            there = there[equal]
+            same = (keys[there] == wanted[left[equal]]).all(axis=1)
             if may_be is not None:
-                equal[equal] = may_be(there[equal])
-            found[left[equal]] = there[equal]
-            left, places = left[~equal], places[~equal] + 1
+                same[same] = may_be(there[same])
+            equal[equal] = same
+            found[left[equal]] = there[same]
+            left, places, tags = left[~equal], places[~equal] + 1, tags[~equal]
         return found
 
-    def _homes(self, heads: Column) -> Column:
-        """Return where the search of each key begins, by its first word."""
-        words = heads.astype(np.uint32)  # the low half
-        words *= np.uint32(self.multiplier)
-        homes = words.astype(np.int64)
+    def positions(self) -> Column:
+        """Return the positions in the table, in no order."""
+        found: Column = self.places[self.places != _NOTHING] & self.mask
+        return found
+
+    def tags(self, words: Column) -> Column:
+        """Return the tag of each key, as it is in an entry, by its second quarter."""
+        tags: Column = words << self._tag_shift
+        tags &= _TAG_MASK
+        return tags.view(np.int32)
+
+    def homes(self, words: Column) -> Column:
+        """Return where the search of each key begins, by its first quarter."""
+        homes = (words * self._factor).astype(np.int64)
         homes *= self.size
         homes >>= _WORD_BITS
         return homes
 
-    def _filled(self, heads: Column, members: Column | None) -> array[int]:
+    def _filled(self, words: Column, members: Column | None) -> array[int]:
         """Return the table, built without probing one by one: in the order of their homes, each entry goes behind the
         one before, or to its home if that is later. The table ends with an empty place, so no search wraps.
         """
-        ordered = self._homes(heads)
+        ordered = self.homes(words[:, 0])
         numbers = np.arange(len(ordered))
         bits = max(1, len(ordered).bit_length())
         ordered <<= bits
         ordered |= numbers
         ordered.sort()
-        order = (ordered % 2**bits).astype(np.int32)
+        order = (ordered & 2**bits - 1).astype(np.int32)
         ordered >>= bits
         ordered -= numbers
         np.maximum.accumulate(ordered, out=ordered)
@@ -121,7 +141,9 @@ class KeyTable:
         table = array("i")
         for begin in range(0, length, _PLACES):
             table.frombytes(_NO_PLACES[: 4 * (length - begin)])
-        np.frombuffer(table, np.int32)[ordered] = order if members is None else members[order]
+        entries = self.tags(words[:, 1])[order]
+        entries |= order if members is None else members[order].astype(np.int32)
+        np.frombuffer(table, np.int32)[ordered] = entries
         return table
 
 
@@ -130,25 +152,24 @@ class BulkKeys:
     has not changed since, so that its key is in no dictionary.
     """
 
-    __slots__ = ("_all", "_multiplier", "_rows", "_size", "_table")
+    __slots__ = ("_all", "_bits", "_mask", "_multiplier", "_rows", "_size", "_table", "members")
 
     def __init__(self, rows: RowColumns, table: KeyTable) -> None:
         self._rows, self._all = rows, table
         self._multiplier, self._size, self._table = table.multiplier, table.size, table.table
-
-    def members(self) -> Column:
-        """Return the rows that have an entry in this table, also rows that are no bulk rows any more."""
-        places = self._all.places
-        found: Column = places[places != _NOTHING]
-        return found
+        self._bits, self._mask = table.bits, table.mask
+        self.members = table.positions  # also rows that are no bulk rows any more
 
     def get(self, key: bytes) -> int:
         """Return the bulk row of the block `key`, or -1 when there is none."""
-        rows, table = self._rows, self._table
-        keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
-        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
-        while (row := table[place]) >= 0:
-            if keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and moved[row] is None:
+        rows, table, last = self._rows, self._table, self._mask
+        head = int.from_bytes(key[:8], "little")
+        tag = (head >> _WORD_BITS << self._bits) & _ENTRY_MASK
+        place = (head * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
+        while (entry := table[place]) >= 0:
+            row = entry ^ tag
+            is_ours = row <= last and rows.bulk_keys[row << 4 : (row << 4) + KEY_BYTES] == key
+            if is_ours and rows.mask[row] and rows.keys[row] is None:
                 return row
             place += 1
         return -1
@@ -161,7 +182,7 @@ class BulkKeys:
             return False
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
         while (there := table[place]) >= 0:
-            if there == row:
+            if there & self._mask == row:
                 return True
             place += 1
         return False
@@ -169,21 +190,22 @@ class BulkKeys:
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
         """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` finds the
         blocks that are not in this table: it gets a key and returns its row or None."""
-        rows, table = self._rows, self._table
+        rows, table, last = self._rows, self._table, self._mask
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
-        heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
+        words = np.frombuffer(b"".join(keys), "<u4").reshape(-1, _WORDS_A_KEY)
+        homes, tags = self._all.homes(words[:, 0]), self._all.tags(words[:, 1])
         found: list[int] = []
-        homes = heads.astype(np.int64) * self._size >> _WORD_BITS
-        for key, home in zip(keys, homes.tolist(), strict=True):
+        for key, place, tag in zip(keys, homes.tolist(), tags.tolist(), strict=True):
             at = hot(key)
             row = -1 if at is None else at
             if at is None:
-                place = home
-                while (row := table[place]) >= 0:
-                    if bulk_keys[row << 4 : (row << 4) + KEY_BYTES] == key and mask[row] and moved[row] is None:
+                while (entry := table[place]) >= 0:
+                    row = entry ^ tag
+                    is_ours = row <= last and bulk_keys[row << 4 : (row << 4) + KEY_BYTES] == key
+                    if is_ours and mask[row] and moved[row] is None:
                         break
                     place += 1
-                if row < 0:
+                if entry < 0:
                     break
             found.append(row)
         return found
@@ -196,7 +218,10 @@ class BulkKeys:
         def is_bulk(rows: Column) -> list[bool]:
             return [bool(mask[row]) and moved[row] is None for row in rows.tolist()]
 
-        return self._all.find_each(np.frombuffer(self._rows.bulk_keys, "<u8").reshape(-1, 2), keys, is_bulk)
+        return self._all.find_each(self._keys(), keys, is_bulk)
+
+    def _keys(self) -> Column:
+        return np.frombuffer(self._rows.bulk_keys, "<u8").reshape(-1, 2)
 
 
 class TenantIndex:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, OptionalColumns
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
-_PLACE_COLUMNS = ("container", "offset", "nbytes", "generation")
-_NARROW_KINDS, _NARROW_DEPTH = 1 << 8, 1 << 16  # beyond these `kind` and `depth` take four bytes a row
+_OF_BULK_ROWS = {"parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "mask"}
+_COPY_COLUMNS = ("kids", "container", "offset", "nbytes", "generation")
 _new_slot = tuple.__new__  # half the time of Slot's own
 ROW_BITS = 32
 _ROW_MASK: int = 2**ROW_BITS - 1
@@ -36,7 +36,7 @@ _ROW_MASK: int = 2**ROW_BITS - 1
 
 class RowColumns:
     """The columns of the block table, with one row for each block. They are array.array, whose access to one value is
-    three times as fast as numpy's; scans view them through `as_array`. `kind` and `depth` begin with the fewest bytes,
+    three times as fast as numpy's; scans view them by `as_array`. `links`, `kind` and `depth` begin with few bytes,
     and are replaced by wider arrays at the first value that does not fit: no array of them is kept over a call that
     adds a block.
     """
@@ -48,7 +48,7 @@ class RowColumns:
         self.keys: list[bytes | None] = []
         self.bulk_keys = b""  # 16 bytes a row, as far as rows were ever taken over in bulk
         self.parent = array("i")  # row, or -1
-        self.links = array("I")  # live child rows
+        self.links = array("B")  # live child rows
         self.kind = array("B")  # number of (tenant, fingerprint, group)
         self.depth = array("H")
         self.payload_bytes = array("I")
@@ -64,32 +64,32 @@ class RowColumns:
         self._add(more)
         self._free.extend(range(first + more - 1, first - 1, -1))
 
-    def _add(self, more: int) -> None:
-        """Add `more` rows to the columns, all zeros."""
+    def _add(self, more: int, filled: Collection[str] = ()) -> None:
+        """Add `more` rows to the columns, all zeros. The caller fills the columns `filled` at once."""
         if self.keys:
             self.keys.extend([None] * more)
         else:  # no second list of a million
             self.keys = [None] * more
-        add_zeros(self.mask, more)
+        add_zeros(self.mask, more, are_filled="mask" in filled)
         add_zeros(self.filling, more)
         for name in _COLUMNS:
-            setattr(self, name, grown(getattr(self, name), more))
+            setattr(self, name, grown(getattr(self, name), more, are_filled=name in filled))
         self.capacity += more
         self.optional.grow(self.capacity)
 
     def fit(self, kind: int, depth: int) -> None:
         """Make the columns wide enough for blocks of the row kinds up to number `kind`, and of up to `depth`."""
-        if kind >= _NARROW_KINDS and self.kind.itemsize == 1:
-            self.kind = array("I", self.kind)
-        if depth >= _NARROW_DEPTH and self.depth.itemsize == 2:
-            self.depth = array("I", self.depth)
+        if kind >> 8 * self.kind.itemsize:
+            self.kind = widened(self.kind, kind)
+        if depth >> 8 * self.depth.itemsize:
+            self.depth = widened(self.depth, depth)
 
     def take_bulk(self, packed_keys: bytes) -> int:
         """Add a new row for each block in `packed_keys` (16 bytes each), without parents, children or copies, and
         return the number of the first one. Their keys are in no dictionary. Give each row a readable copy before
-        anything else happens."""
+        anything else happens, and fill the columns of a bulk row."""
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
-        self._add(count)
+        self._add(count, _OF_BULK_ROWS)
         before = self.bulk_keys.ljust(first * KEY_BYTES, b"\0")
         self.bulk_keys = before + packed_keys if before else packed_keys  # no second copy of a million
         self.live += count
@@ -110,8 +110,7 @@ class RowColumns:
         kind (tenant, fingerprint and layer group), and `depth` its place in the chain, from 0."""
         if not self._free:
             self._grow()
-        if kind >= _NARROW_KINDS or depth >= _NARROW_DEPTH:
-            self.fit(kind, depth)
+        self.fit(kind, depth)
         row = self._free.pop()
         self.keys[row] = key
         self.parent[row] = -1
@@ -200,8 +199,28 @@ def as_array(column: array[int] | bytearray) -> npt.NDArray[Any]:
     return np.frombuffer(column, "B" if isinstance(column, bytearray) else column.typecode)
 
 
-def add_zeros(column: array[int] | array[float] | bytearray, more: int) -> None:
-    """Append `more` zeros to `column`, in place. Many of them take no memory until they are written."""
+def widened(column: array[int], largest: int) -> array[int]:
+    """Return `column`, or a copy in an array of a wider type if the number `largest` does not fit into it."""
+    if not largest >> 8 * column.itemsize:
+        return column
+    wider = array(next(code for code in "HIQ" if not largest >> 8 * array(code).itemsize), [0]) * len(column)
+    as_array(wider)[:] = as_array(column)
+    return wider
+
+
+def counted(column: array[int], row: int) -> array[int]:
+    """Add 1 to the value of `row` in `column`. Return the column, which is a wider copy if the value did not fit."""
+    try:
+        column[row] += 1
+    except OverflowError:
+        column = widened(column, column[row] + 1)
+        column[row] += 1
+    return column
+
+
+def add_zeros(column: array[int] | array[float] | bytearray, more: int, *, are_filled: bool = False) -> None:
+    """Append `more` zeros to `column`, in place. Many of them take no memory until they are written; with `are_filled`
+    they keep it, because they are written at once."""
     before = len(column)
     if isinstance(column, bytearray):
         column.extend(bytes(more))
@@ -210,25 +229,27 @@ def add_zeros(column: array[int] | array[float] | bytearray, more: int) -> None:
     else:
         column.append(0)
         column *= more
-    heap.release_zeros(column, before)
+    if not are_filled:
+        heap.release_zeros(column, before)
 
 
-def grown(column: array[int], more: int) -> array[int]:
-    """Return `column` with `more` zeros appended. An empty array is replaced by a new one of exactly this length;
-    otherwise it is the same array. Many zeros take no memory until they are written.
+def grown(column: array[int], more: int, *, are_filled: bool = False) -> array[int]:
+    """Return `column` with `more` zeros appended, as `add_zeros` appends them. An empty array is replaced by a new one
+    of exactly this length; otherwise it is the same array.
     """
     if column:
-        add_zeros(column, more)
+        add_zeros(column, more, are_filled=are_filled)
         return column
     column = array(column.typecode, [0]) * more
-    heap.release_zeros(column, 0)
+    if not are_filled:
+        heap.release_zeros(column, 0)
     return column
 
 
 class TierCopies:
     """The columns of one tier: by row, the state and the slot of the block's copy. Rows beyond the columns' end have no
-    copy; call `grow` before the first `put` of a row. `container` and `offset` begin with few bytes a row, and are
-    replaced by wider arrays when one does not fit.
+    copy; call `grow` before the first `put` of a row. `kids`, `container`, `offset` and `generation` begin with few
+    bytes a row, and are replaced by wider arrays when one does not fit.
     """
 
     def __init__(self, name: str) -> None:
@@ -238,40 +259,39 @@ class TierCopies:
         self.bytes_by_tenant: list[int] = []
         self.reserved_by_tenant: defaultdict[int, int] = defaultdict(int)
         self.state = bytearray()  # CopyState
-        self.kids = array("I")
+        self.kids = array("B")
         self.container = array("H")
         self.offset = array("I")
         self.nbytes = array("I")
-        self.generation = array("Q")
+        self.generation = array("I")
         self.optional = OptionalColumns(OF_COPIES)
 
-    def grow(self, rows: int) -> None:
+    def grow(self, rows: int, *, are_filled: bool = False) -> None:
+        """Extend the columns to `rows` rows. With `are_filled` the caller enters a copy of each new one at once."""
         more = rows - self._capacity
-        add_zeros(self.state, more)
-        add_zeros(self.kids, more)  # which policies keep hold of
-        for name in _PLACE_COLUMNS:
-            setattr(self, name, grown(getattr(self, name), more))
+        add_zeros(self.state, more, are_filled=are_filled)
+        for name in _COPY_COLUMNS:
+            setattr(self, name, grown(getattr(self, name), more, are_filled=are_filled))
         self._capacity = rows
         self.optional.grow(rows)
 
-    def widen(self, container: int, offset: int) -> bool:
-        """Make the columns wide enough for container numbers up to `container` and offsets up to `offset`. Return
-        whether they were not."""
-        is_new, is_far = container >> 8 * self.container.itemsize != 0, offset >> 8 * self.offset.itemsize != 0
-        if is_new:
-            self.container = array("I", self.container)
-        if is_far:
-            self.offset = array("Q", self.offset)
-        return is_new or is_far
+    def widen(self, container: int, offset: int, generation: int) -> bool:
+        """Make the columns wide enough for container numbers up to `container`, offsets up to `offset` and generations
+        up to `generation`. Return whether they were not."""
+        is_new = False
+        for name, most in (("container", container), ("offset", offset), ("generation", generation)):
+            column = getattr(self, name)
+            setattr(self, name, widened(column, most))
+            is_new |= getattr(self, name) is not column
+        return is_new
 
     def place(self, row: int, slot: Slot) -> None:
-        try:
-            self.container[row], self.offset[row] = slot.container, slot.offset
-        except OverflowError:
-            self.widen(slot.container, slot.offset)
-            self.container[row], self.offset[row] = slot.container, slot.offset
         self.nbytes[row] = slot.nbytes
-        self.generation[row] = slot.generation
+        try:
+            self.container[row], self.offset[row], self.generation[row] = slot.container, slot.offset, slot.generation
+        except OverflowError:
+            self.widen(slot.container, slot.offset, slot.generation)
+            self.container[row], self.offset[row], self.generation[row] = slot.container, slot.offset, slot.generation
 
     def put(self, row: int, slot: Slot, tenant: int) -> None:
         self.place(row, slot)
@@ -290,7 +310,8 @@ class TierCopies:
                 generations[row] = generation
                 held_bytes += nbytes
         except OverflowError:
-            if not self.widen(max(slot.container for slot in slots), max(slot.offset for slot in slots)):
+            most = [max(slot[at] for slot in slots) for at in (0, 1, 3)]
+            if not self.widen(*most):
                 raise
             self.put_run(rows, slots, tenant)
             return

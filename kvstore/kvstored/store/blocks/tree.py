@@ -8,6 +8,7 @@ slowest tier; its key moves to the dictionary before it changes.
 from __future__ import annotations
 
 from kvstored.store.blocks.events import Listeners
+from kvstored.store.blocks.rows import counted
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import ONLY
 
@@ -124,7 +125,7 @@ class ChainTree:
             ancestor = rows.parent[ancestor]
         self._view.changes += 1
         rows.parent[row] = above
-        rows.links[above] += 1
+        rows.links = counted(rows.links, above)
 
     def to_dictionary(self, row: int) -> None:
         """Enter the key of `row`, which is about to change, into the dictionary of its tenant, if it was taken over at

@@ -70,7 +70,7 @@ class UsageRows:
             accesses = np.frombuffer(columns.accesses, np.uint16)[here].astype(np.uint64)
             if touched_after_ns is not None:
                 accesses += last_ns > touched_after_ns
-            generation = np.frombuffer(residency.copies[self._tier].generation, np.uint64)[here]
+            generation = as_array(residency.copies[self._tier].generation)[here].astype(np.uint64)
             digest = _mixed(_mixed(groups * np.uint64(GROUP_SLOTS) + numbers + generation * _FOLD) ^ last_ns) + accesses
             np.add.at(found, _bucket(groups, buckets), _mixed(digest))
             yield

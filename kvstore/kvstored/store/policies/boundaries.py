@@ -155,7 +155,7 @@ class Boundaries:
     def _spent(self, kinds: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Return by row whether no boundary of a chain of these kinds needs it."""
         columns = self._residency.rows
-        parent, links = np.frombuffer(columns.parent, np.int32), np.frombuffer(columns.links, np.uint32)
+        parent, links = np.frombuffer(columns.parent, np.int32), as_array(columns.links)
         kind, mask = as_array(columns.kind), np.frombuffer(columns.mask, np.uint8)
         windows = np.array(self._residency.kind_window, np.int64)
         is_end = (links != 1) & (mask != 0)

@@ -81,7 +81,7 @@ class ChainFollower:
         self._context: RequestContext | None = None
         self._later = settings.later
         self._owed: list[tuple[int, int]] = []  # upkeep: tenant and blocks of requests
-        self._kids = residency.copies[tier].kids
+        self._copies = residency.copies[tier]
         if settings.keep_worth:
             self.poor = PoorChains(residency, tier, self.book, settings.keep_worth / HOUR_S)
             self.was_full = True  # the guard compares with an LRU of as many blocks as are held
@@ -321,7 +321,7 @@ class ChainFollower:
             self.guard.forget(tenant, key)
 
     def released(self, row: int) -> None:
-        if self._kids[row]:  # what holds it will say so in its turn
+        if self._copies.kids[row]:  # what holds it will say so in its turn
             if self.lru.where[row] == PARKED and self.residency.policy_may_name(row, self.tier):
                 self.lru.released(row)  # a block that its children do not need
             return
