@@ -14,8 +14,55 @@ struct Row {  // of one layer, by channel: tables, levels, marks of those that a
   int8_t* tokens;  // their levels
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Where the words go that feed eight states: for each mask of states that want one, the number of its word.
+struct Expansion {
+  uint8_t of[256][8];
+};
+constexpr Expansion expansion() {
+  Expansion found = {};
+  for (int mask = 0; mask < 256; mask++) {
+    for (int lane = 0, word = 0; lane < 8; lane++) found.of[mask][lane] = (uint8_t)word, word += mask >> lane & 1;
+  }
+  return found;
+}
+constexpr Expansion kExpansion = expansion();
+
+struct States {
+  __m256i half[2];
+};
+
+// Decode a code for each of eight states; `next` are these states, but for the words that those in `wanting` still need.
+struct Eight {
+  __m256i slot, next, is_low;
+  uint32_t wanting;
+
+  __attribute__((always_inline)) inline Eight(const uint32_t* slots, uint32_t* bases, __m256i state, __m256i lanes) {
+    const __m256i base = _mm256_loadu_si256((const __m256i*)bases), second = _mm256_set1_epi32(kSlots);
+    const __m256i place = _mm256_add_epi32(_mm256_and_si256(state, _mm256_set1_epi32(kSlots - 1)), base);
+    slot = _mm256_i32gather_epi32((const int*)slots, place, 4);
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(slot, kScale - 7), second);
+    _mm256_storeu_si256((__m256i*)bases, _mm256_or_si256(_mm256_andnot_si256(second, base), sign));
+    const __m256i share = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(slot, 8), _mm256_set1_epi32(4095)), _mm256_set1_epi32(1));
+    next = _mm256_add_epi32(_mm256_mullo_epi32(share, _mm256_srli_epi32(state, kScale)), _mm256_srli_epi32(slot, 20));
+    next = _mm256_blendv_epi8(state, next, lanes);
+    is_low = _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
+    wanting = (uint32_t)_mm256_movemask_ps((__m256)is_low);
+  }
+
+  __attribute__((always_inline)) inline __m256i fed(const uint8_t* from) const {
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+    const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)kExpansion.of[wanting]));
+    const __m256i full = _mm256_or_si256(_mm256_slli_epi32(next, 16), _mm256_permutevar8x32_epi32(words, order));
+    return _mm256_blendv_epi8(next, full, is_low);
+  }
+};
+#else
+typedef Words States;
+#endif
+
 struct Layer {  // sixteen states, the words that feed them, and what they are decoded to
-  Words states;
+  States states;
   const uint8_t *at, *end, *rest;  // words; the bits below the codes, and exceptions
   uint8_t* numbers;
   int64_t tail, exceptions;
@@ -45,6 +92,20 @@ struct Layer {  // sixteen states, the words that feed them, and what they are d
     const int64_t used = 2 * __builtin_popcount(low);
     if (end - at < used) is_sound = false; else at += used;
     return (Halves)_mm512_cvtepi32_epi16(slot);
+#elif defined(__AVX2__)
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i first = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)active), bits), bits);
+    const __m256i second = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)(active >> 8)), bits), bits);
+    const Eight low(slots, bases, states.half[0], first), high(slots, bases + 8, states.half[1], second);
+    const int64_t used_low = 2 * __builtin_popcount(low.wanting), used = used_low + 2 * __builtin_popcount(high.wanting);
+    uint16_t some[kLanes] = {0};
+    const uint8_t* from = at;
+    if (end - at < 32) memcpy(some, at, end - at), from = (const uint8_t*)some;
+    states.half[0] = low.fed(from), states.half[1] = high.fed(from + used_low);
+    if (end - at < used) is_sound = false; else at += used;
+    const __m256i lowest = _mm256_set1_epi32(255);
+    const __m256i codes = _mm256_packus_epi32(_mm256_and_si256(low.slot, lowest), _mm256_and_si256(high.slot, lowest));
+    return (Halves)_mm256_permute4x64_epi64(codes, 0xd8);
 #else
     Halves codes = {0};
     for (int lane = 0; lane < kLanes; lane++) {
@@ -146,9 +207,11 @@ bool put_exceptions(const Layout& l, Layer& layer) {
 }
 
 // Add the bits below the last codes, which are what the states began with. False if they cannot have.
-bool end_states(int low, const Layout& last, const Words& states, uint8_t* layer) {
+bool end_states(int low, const Layout& last, const States& ended, uint8_t* layer) {
   const int64_t tail = tail_chunks(low, last), all = last.t.tokens * last.chunks;
   uint16_t words[kLanes];
+  uint32_t states[kLanes];
+  memcpy(states, &ended, sizeof states);
   for (int lane = 0; lane < kLanes; lane++) {
     if (states[lane] >> 16 != 1) return false;
     words[lane] = (uint16_t)states[lane];

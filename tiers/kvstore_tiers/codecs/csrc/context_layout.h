@@ -72,15 +72,21 @@ void put_low(int low, const uint16_t* row, uint8_t* to) {
   memcpy(to + 8, &bits, 2);
 }
 
-Halves get_low(int low, const uint8_t* from) {
-#if defined(__AVX512F__)
+inline Halves get_low(int low, const uint8_t* from) {
+#if defined(__AVX2__)
   if (low == 8) return (Halves)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
   const __m128i nibbles = _mm_loadl_epi64((const __m128i*)from), lowest = _mm_set1_epi8(15);
   const __m128i high = _mm_and_si128(_mm_srli_epi16(nibbles, 4), lowest);
   uint16_t bits;
   memcpy(&bits, from + 8, 2);
   const __m256i fours = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(_mm_and_si128(nibbles, lowest), high));
+#if defined(__AVX512F__)
   return (Halves)_mm256_or_si256(fours, _mm256_maskz_set1_epi16(bits, 16));
+#else
+  const __m256i bit_of = (__m256i)Halves{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  const __m256i is_set = _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16((short)bits), bit_of), bit_of);
+  return (Halves)_mm256_or_si256(fours, _mm256_and_si256(is_set, _mm256_set1_epi16(16)));
+#endif
 #else
   Halves row;
   if (low == 8) {

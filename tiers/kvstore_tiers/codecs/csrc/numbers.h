@@ -15,6 +15,15 @@ typedef int8_t Chars __attribute__((vector_size(16)));
 constexpr int kLanes = 16;
 enum Type { kF16 = 1, kBF16 = 2, kF32 = 3 };  // as in shapes.py
 
+#if defined(__AVX2__) && !defined(__AVX512F__)  // by shuffles: a copy through memory would wait for its own stores
+typedef float HalfFloats __attribute__((vector_size(32)));
+static inline __m256 low_of(Floats a) { return (__m256)__builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7); }
+static inline __m256 high_of(Floats a) { return (__m256)__builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15); }
+static inline Floats joined(__m256 low, __m256 high) {
+  return __builtin_shufflevector((HalfFloats)low, (HalfFloats)high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
+
 static inline Floats splat(float value) { return Floats{} + value; }
 #if defined(__AVX512F__)  // as the lines below, a NaN in `a` too
 static inline Floats least(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -80,10 +89,7 @@ static inline Floats floats_of_chars(Chars chars) {
 #elif defined(__AVX2__)
   __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)chars));
   __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)chars, 8)));
-  Floats found;
-  memcpy(&found, &low, 32);
-  memcpy((char*)&found + 32, &high, 32);
-  return found;
+  return joined(low, high);
 #else
   Floats found;
   for (int lane = 0; lane < kLanes; lane++) found[lane] = (float)chars[lane];
@@ -97,9 +103,7 @@ static inline Octets low_octets(Floats numbers) {
   return (Octets)_mm512_cvtepi32_epi8((__m512i)numbers);
 #elif defined(__AVX2__)
   const __m256i lowest = _mm256_set1_epi32(255);
-  __m256i low, high;
-  memcpy(&low, &numbers, 32);
-  memcpy(&high, (char*)&numbers + 32, 32);
+  const __m256i low = (__m256i)low_of(numbers), high = (__m256i)high_of(numbers);
   __m256i halves = _mm256_packus_epi32(_mm256_and_si256(low, lowest), _mm256_and_si256(high, lowest));
   halves = _mm256_permute4x64_epi64(halves, 0xd8);
   return (Octets)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
@@ -167,8 +171,7 @@ struct Number {
 #elif defined(__F16C__)
       __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
       __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + 1));
-      memcpy(&found, &low, 32);
-      memcpy((char*)&found + 32, &high, 32);
+      found = joined(low, high);
 #else
       uint16_t halves[kLanes];
       memcpy(halves, from, 32);
@@ -191,11 +194,8 @@ struct Number {
 #if defined(__AVX512F__)
       _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
-      __m256 low, high;
-      memcpy(&low, &numbers, 32);
-      memcpy(&high, (char*)&numbers + 32, 32);
-      _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(low, 0));
-      _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(high, 0));
+      _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(low_of(numbers), 0));
+      _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(high_of(numbers), 0));
 #else
       uint16_t halves[kLanes];
       for (int lane = 0; lane < kLanes; lane++) halves[lane] = half_of_float(numbers[lane]);
