@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,8 @@ from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import LoadOptions, fingerprint_of, open_model
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.restore.profile import profile_path
+from kvstore_engine.stages import stores
+from kvstore_engine.stages.prompts import StagedPrompts
 from kvstore_engine.stages.restoration import StageSide
 from kvstore_engine.stages.restorer import RestorationRun, StagedRestorer
 from kvstore_proto.fingerprint import Fingerprint
@@ -156,8 +159,14 @@ def test_a_second_process_restores_by_stages_what_the_first_stored(
 def test_a_daemon_that_dies_while_stages_load_costs_only_computing(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines keep expecting slow computing, whatever it takes: a stage computes what it has lost alone."""
+    """Engines keep expecting slow computing, whatever it takes, and their clock hardly goes on: however long the daemon
+    takes to answer, to read and to die, all is found and no load counts as stalled. So a stage computes what it has
+    lost alone.
+    """
+    ticks = count()
+    monkeypatch.setattr(stores, "_DEADLINE_S", 60.0)
     monkeypatch.setattr(StepFit, "observe", lambda fit, *step: False)
+    monkeypatch.setitem(cast(Any, StagedPrompts.__init__).__kwdefaults__, "clock", lambda: next(ticks) * 1e-9)
     with running_daemon("movement.in_flight=1") as daemon:
         cold = engines.answer(daemon, 2)
         daemon.ask("Flush", admin_pb2.FlushRequest())
