@@ -1,9 +1,10 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
-The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. So is
-the rate of whole reads, with checks and decoding, by the form of the blocks: what a machine under load makes of it. The
-rate of a codec is what three of four of its last runs on one thread reached: a run that lost its core now and then says
-nothing of the codec; where many do, the machine has no core to spare. Any thread may call.
+The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
+rate of a codec, and that of whole reads with checks and decoding, by the form of the blocks, is what three of four of
+its last runs reached: a run that lost its core now and then says nothing of the codec; where many do, the machine has
+no core to spare. Runs side by side share the time that passes, so the rate is what all threads reach together, on as
+many cores as are idle. Any thread may call.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from contextlib import contextmanager
 MEMORY_BYTES = 64 << 20
 FEWEST_BYTES = 1 << 20  # before them a rate is not known
 RUNS, FEWEST_RUNS = 31, 5
-FEWEST_SERVED_BYTES, RECENT_S = 16 << 20, 60.0  # of whole reads
+FEWEST_SERVED, RECENT_S = 12, 60.0  # of whole reads
 
 
 class BusyRate:
-    """One rate, not known before `fewest_bytes` passed. `seconds` returns the time."""
+    """The rate of a medium, not known before `FEWEST_BYTES` passed. `seconds` returns the time."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic, fewest_bytes: int = FEWEST_BYTES) -> None:
-        self._seconds, self._lock, self._fewest_bytes = seconds, threading.Lock(), fewest_bytes
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._lock = seconds, threading.Lock()
         self._bytes = self._busy_s = self._since_s = 0.0
         self._under_way = 0
 
@@ -53,48 +54,77 @@ class BusyRate:
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
         with self._lock:
-            return self._bytes / self._busy_s if self._bytes >= self._fewest_bytes and self._busy_s > 0 else 0.0
-
-    @property
-    def recent_bytes_per_s(self) -> float:
-        """Return the rate; 0 while it is not known, and when all of it is older than `RECENT_S`."""
-        return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
+            return self._bytes / self._busy_s if self._bytes >= FEWEST_BYTES and self._busy_s > 0 else 0.0
 
 
 class SteadyRate:
-    """The rate of one codec, which three of four of its last runs reached. `total_s` is the time of all runs."""
+    """The rate that three of four of the last runs reached, not known before `fewest` of them. `total_s` is the time of
+    all runs."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._pace: deque[float] = deque(maxlen=RUNS)  # seconds a byte
+    def __init__(self, seconds: Callable[[], float] = time.monotonic, fewest: int = FEWEST_RUNS) -> None:
+        self._seconds, self._fewest, self._lock = seconds, fewest, threading.Lock()
+        self._pace: deque[tuple[float, float]] = deque(maxlen=RUNS)  # seconds a byte: of its share, of the whole run
+        self._shared_s = self._since_s = 0.0  # time divided by the runs under way
+        self._under_way = 0
         self.total_s = 0.0
 
     @contextmanager
     def work(self, nbytes: int) -> Iterator[None]:
         """Measure the body of the `with` block, which handles `nbytes`. A run that raises an error does not count."""
-        began_s = self._seconds()
-        yield
-        taken_s = self._seconds() - began_s
-        self.total_s += taken_s
-        if nbytes and taken_s > 0:
-            self._pace.append(taken_s / nbytes)
+        began_s, shared_s = self._pass(1)
+        done_bytes = 0
+        try:
+            yield
+            done_bytes = nbytes
+        finally:
+            ended_s, until_s = self._pass(-1)
+            if done_bytes:
+                self.total_s += ended_s - began_s
+                if until_s > shared_s:
+                    self._pace.append(((until_s - shared_s) / done_bytes, (ended_s - began_s) / done_bytes))
+
+    def _pass(self, change: int) -> tuple[float, float]:
+        """Note that a run begins or ends. Return the time, and the time that a run has had for itself if it was always
+        under way."""
+        now_s = self._seconds()
+        with self._lock:
+            self._shared_s += max(0.0, now_s - self._since_s) / max(1, self._under_way)
+            self._since_s = max(self._since_s, now_s)
+            self._under_way += change
+            return now_s, self._shared_s
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the rate; 0 while it is not known."""
-        pace = sorted(self._pace)
-        return 1 / pace[len(pace) * 3 // 4] if len(pace) >= FEWEST_RUNS else 0.0
+        """Return the rate of all threads together; 0 while it is not known."""
+        return self._reached(0)
+
+    @property
+    def bytes_per_s_alone(self) -> float:
+        """Return the rate of one thread beside the others; 0 while it is not known."""
+        return self._reached(1)
+
+    @property
+    def recent_bytes_per_s(self) -> float:
+        """Return the rate of all threads together; 0 while it is not known, and when all of it is older than
+        `RECENT_S`."""
+        return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
+
+    def _reached(self, which: int) -> float:
+        pace = sorted(each[which] for each in tuple(self._pace))
+        return 1 / pace[len(pace) * 3 // 4] if len(pace) >= self._fewest else 0.0
 
 
 class CodecRates:
     """The rates of one tier: `medium` in stored bytes, `decoding` and `encoding` in payload bytes by the number of the
-    codec, as is `served`, of whole reads (0: of blocks without a codec); and what blocks shrank to."""
+    codec, as is `served`, of whole reads (0: of blocks without a codec); and what blocks shrank to. `threads` threads
+    read and decode side by side."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.medium = BusyRate(seconds)
         self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
-        self.served: defaultdict[int, BusyRate] = defaultdict(lambda: BusyRate(seconds, FEWEST_SERVED_BYTES))
+        self.served: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds, FEWEST_SERVED))
+        self.threads = 1
         self._shrunk: dict[int, tuple[float, float]] = {}
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codec_rates import FEWEST_RUNS, BusyRate, CodecRates, SteadyRate
+from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, BusyRate, CodecRates, SteadyRate
 from kvstore_tiers.codecs import Codec, Encoded
 from kvstore_tiers.codecs.measured import Measured
 from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, CodecChoice, read_s
@@ -65,8 +66,9 @@ def test_whole_gets_of_both_forms_decide_while_they_are_recent() -> None:
     assert isinstance(hand, Hand) and choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
 
     def serve(codec: int, rate: float) -> None:
-        with rates.served[codec].work(64 << 20):
-            hand.now_s += (64 << 20) / (rate * GB)
+        for _ in range(RUNS):
+            with rates.served[codec].work(BLOCK_BYTES):
+                hand.now_s += BLOCK_BYTES / (rate * GB)
 
     serve(0, 0.9)
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "no get of the codec was measured"
@@ -78,6 +80,34 @@ def test_whole_gets_of_both_forms_decide_while_they_are_recent() -> None:
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None
     hand.now_s += 61
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "it is tried again"
+
+
+def test_whole_gets_that_stalled_now_and_then_decide_nothing() -> None:
+    rates = rates_of(3, {EXACT: 13.5}, {EXACT: 1.96})
+    choice, hand = choice_of(rates), rates.medium._seconds
+    assert isinstance(hand, Hand)
+    for codec, rate in ((0, 2.9), (EXACT.number, 5.6)):
+        for number in range(FEWEST_SERVED):
+            with rates.served[codec].work(BLOCK_BYTES):
+                hand.now_s += BLOCK_BYTES / (rate * GB) if number else 0.03  # memory is touched for the first time
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+
+def test_a_codec_pays_where_threads_decode_side_by_side() -> None:
+    rates = rates_of(1, {}, {EXACT: 1.19})
+    choice, hand, decoding = choice_of(rates, blocks=48), rates.medium._seconds, rates.decoding[EXACT.number]
+    assert isinstance(hand, Hand)
+    for _ in range(RUNS):
+        with decoding.work(BLOCK_BYTES):
+            hand.now_s += BLOCK_BYTES / (0.83 * GB)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None, "one thread is slower than the medium"
+    for _ in range(RUNS):
+        with decoding.work(BLOCK_BYTES), decoding.work(BLOCK_BYTES):
+            hand.now_s += BLOCK_BYTES / (0.83 * GB)
+    assert decoding.bytes_per_s == pytest.approx(1.66 * GB)
+    assert decoding.bytes_per_s_alone == pytest.approx(0.83 * GB)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+    assert choice_of(rates, blocks=1).choose(BLOCK_BYTES, takes_lossy=False) is None, "one thread decodes a block"
 
 
 def choice_of(rates: CodecRates, blocks: float = 8) -> CodecChoice:
@@ -171,3 +201,21 @@ def test_a_codec_of_this_build_can_be_measured() -> None:
     Measured(codec, rates).measure()
     assert rates.decoding[codec.number].bytes_per_s > 0 and rates.encoding[codec.number].bytes_per_s > 0
     assert 1.9 < rates.ratio(codec.number) < 2
+
+
+def test_a_codec_is_measured_on_all_threads_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads meet in every decoding, or it breaks."""
+    meeting = threading.Barrier(2)
+
+    class Meets(Named):
+        def encode(self, header: BlockHeader, shape: object, payload: memoryview, target: memoryview) -> Encoded:
+            return Encoded(len(payload) // 2)
+
+        def decode(self, stored: memoryview, payload: memoryview) -> None:
+            meeting.wait(timeout=60)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    rates = CodecRates()
+    rates.threads = 4
+    Measured(Meets(9, is_lossy=False), rates).measure()
+    assert rates.decoding[9].bytes_per_s > rates.decoding[9].bytes_per_s_alone > 0

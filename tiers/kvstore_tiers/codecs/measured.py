@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.number_types import NUMBER_TYPES
-from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codec_rates import FEWEST_RUNS, CodecRates
 from kvstore_tiers.codecs import Codec, CodingError, Encoded
 from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
@@ -18,7 +20,8 @@ from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
 
 log = logging.getLogger(__name__)
 ROUNDS = 8
-_LAYERS, _TOKENS, _HEADS, _WIDTH = 8, 64, 4, 64
+_LAYERS, _TOKENS, _HEADS, _WIDTH = 16, 64, 4, 64  # so large that the work on numbers counts, not the calls
+_one_by_one = threading.Lock()
 
 
 class Measured(Codec):
@@ -48,28 +51,38 @@ class Measured(Codec):
         return self._codec.error(stored)
 
     def measure(self) -> None:
-        """Encode and decode a made-up block of K and V some times. It takes some milliseconds."""
+        """Encode a made-up block of K and V some times, and decode it on as many threads as read it, one for a core at
+        most. It takes some tens of milliseconds."""
         shape, payload = _made_up()
         header = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), payload.nbytes)
-        room, back = AlignedBuffer(self.bound(payload.nbytes)), np.empty_like(payload)
-        for _ in range(ROUNDS):
-            target = memoryview(buffer_at(room.address, room.nbytes)).cast("B")
+        room = AlignedBuffer(self.bound(payload.nbytes))
+        target = memoryview(buffer_at(room.address, room.nbytes)).cast("B")
+        for _ in range(FEWEST_RUNS):
             encoded = self.encode(header, shape, payload.data, target)
             if not encoded.nbytes:
                 return
-            with self._rates.decoding[self.number].work(payload.nbytes):
-                self.decode(target[: encoded.nbytes], back.data)
-            self._rates.shrank(self.number, payload.nbytes, encoded.nbytes)
+        self._rates.shrank(self.number, payload.nbytes, encoded.nbytes)
+
+        def decode(number: int) -> None:
+            back = np.empty_like(payload)
+            for _ in range(ROUNDS):
+                with self._rates.decoding[self.number].work(payload.nbytes):
+                    self.decode(target[: encoded.nbytes], back.data)
+
+        threads = min(self._rates.threads, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads, f"measure-{self.name}") as side_by_side:
+            list(side_by_side.map(decode, range(threads)))
 
 
 def measure_beside(codec: Codec) -> None:
-    """Begin to measure `codec` on a thread of its own; return at once."""
+    """Begin to measure `codec` on a thread of its own, after those that are being measured; return at once."""
     assert isinstance(codec, Measured)
 
     def measure() -> None:
         wait_for_library()  # what a codec does without compiled code says little
         try:
-            codec.measure()
+            with _one_by_one:
+                codec.measure()
         except Exception as error:  # of a library, perhaps: the codec is not chosen
             log.warning("codec %s cannot be measured: %s", codec.name, error)
 

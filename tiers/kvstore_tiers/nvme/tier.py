@@ -108,7 +108,7 @@ class NvmeTier(ContainerTier):
             )
         self._counters = TransferCounters()
         scratch = Scratch(coding.staging_bytes // 2)  # the other half is for what is about to be stored
-        self._keys = options.keys
+        self._keys, coding.rates.threads = options.keys, options.io_threads
         self._transfers = SlotTransfers(
             self._journal, self._health, self._counters, scratch, coding.rates, options.keys
         )

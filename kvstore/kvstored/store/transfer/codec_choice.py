@@ -1,11 +1,11 @@
 """The choice of a codec for each block of a tier whose setting is "auto", by break-even.
 
-A get reads blocks one behind the other, and a block is decoded while the next one is read. So a codec pays when reading
-fewer bytes and decoding them, the slower of both for each block and the other once, takes less time than reading the
-payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time to time, and by the
-blocks that pass. A core that other work takes makes a codec slower, and so counts; where whole gets of both forms were
-measured lately, they alone decide. The module decides; `staging.py` does the work. Invariant: without a measured rate
-of the medium no codec is chosen.
+A get reads blocks one behind the other, and blocks are decoded, by several threads, while the next ones are read. So a
+codec pays when reading fewer bytes and decoding them, the slower of both for each block and the other once, takes less
+time than reading the payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time
+to time, and by the blocks that pass, of all threads together. A core that other work takes makes a codec slower, and so
+counts; where whole reads of both forms were measured lately, they alone decide. The module decides; `staging.py` does
+the work. Invariant: without a measured rate of the medium no codec is chosen.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ def auto_codecs() -> list[Codec]:
     return [codec for codec in found if codec is not None and not codec.lacks()]
 
 
-def read_s(blocks: float, block_bytes: int, ratio: float, medium: float, decoding: float = math.inf) -> float:
+def read_s(
+    blocks: float, block_bytes: int, ratio: float, medium: float, decoding: float = math.inf, alone: float = 0.0
+) -> float:
     """Return the seconds that a get of `blocks` takes from a medium of `medium` bytes a second, of payloads that are
-    stored `ratio` times smaller and decoded at `decoding` bytes a second."""
-    reading_s, decoding_s = block_bytes / ratio / medium, block_bytes / decoding
-    return blocks * max(reading_s, decoding_s) + min(reading_s, decoding_s)
+    stored `ratio` times smaller and decoded at `decoding` bytes a second by all threads, at `alone` by each of them."""
+    reading_s, decoding_s, one_s = (
+        block_bytes / ratio / medium,
+        block_bytes / decoding,
+        block_bytes / (alone or decoding),
+    )
+    return max(blocks * reading_s, reading_s + (blocks - 1) * decoding_s) + one_s
 
 
 class CodecChoice:
@@ -67,12 +73,13 @@ class CodecChoice:
         coded, plain = (self._rates.served[number].recent_bytes_per_s for number in (codec.number, 0))
         if coded and plain:
             return coded / plain
-        medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number].bytes_per_s
-        if not medium or not decoding or not payload_bytes:
+        medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number]
+        together, alone, ratio = decoding.bytes_per_s, decoding.bytes_per_s_alone, self._rates.ratio(codec.number)
+        if not medium or not together or not payload_bytes:
             return 0.0
         blocks = max(1.0, self._blocks_a_get(payload_bytes))
         as_it_is = blocks * payload_bytes / medium
-        return as_it_is / read_s(blocks, payload_bytes, self._rates.ratio(codec.number), medium, decoding)
+        return as_it_is / read_s(blocks, payload_bytes, ratio, medium, together, alone)
 
     def measure_again(self) -> None:
         """Begin to measure codecs whose last measurement is old."""
