@@ -30,7 +30,6 @@ from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.nvme.slot_io import SlotIO
-from kvstore_tiers.segments import Segment, segment_of
 from kvstore_tiers.testing.kv_blocks import kv_block, kv_shape
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.operations.durability import DurabilityMode
@@ -109,11 +108,11 @@ class Payloads:
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self._arrays = arrays
 
-    def tokens_at(self, offset: int) -> bytes:
-        return b""
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        return [b""] * len(offsets)
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        return segment_of(self._arrays[offset])
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        return [self._arrays[offset].ctypes.data for offset in offsets], self._arrays
 
 
 class Reader:

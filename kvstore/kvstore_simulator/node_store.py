@@ -22,7 +22,7 @@ from kvstore_simulator.simulated_tiers import SimulatedGpuTier, SimulatedLane, S
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_tiers.base import Slot
-from kvstore_tiers.segments import MemoryKind, Segment
+from kvstore_tiers.segments import MemoryKind
 from kvstored.clients.tenants import Tenant
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
@@ -110,15 +110,15 @@ _NO_EXTRA = bytes(KEY_BYTES)
 
 
 class NoBytes:
-    """A staging memory without bytes, for simulated puts: a payload has a length, and no address or tokens. It
-    implements `Staged`.
+    """A staging memory without bytes, for simulated puts: a payload has no address or tokens. It implements
+    `StagedBlocks`.
     """
 
-    def tokens_at(self, offset: int) -> bytes:
-        return b""
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        return [b""] * len(offsets)
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        return Segment(0, nbytes, MemoryKind.FILE)
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        return [0] * len(offsets), None
 
 
 _NO_BYTES = NoBytes()

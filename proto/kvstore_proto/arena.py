@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +58,11 @@ VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
 _COMPARED = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, token count, size, generation, error
 _SIZES = struct.Struct("<106xHIQQQQIfQQQ")  # of _FIXED, from the codec to the stored bytes' checksum
+_OWN = np.dtype({  # the fields that differ between blocks which are stored together
+    "names": ["key", "parent", "extra", "token_count", "generation", "depth"],
+    "formats": ["V16", "V16", "V16", "<u4", "<u8", "<u4"],
+    "offsets": [8, 24, 40, TOKEN_COUNT_OFFSET, 120, 144], "itemsize": HEADER_BYTES,
+})  # fmt: skip
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
@@ -224,42 +230,56 @@ def mismatch(
 
 
 def pack_unsummed(
-    raw: bytearray,
-    at: int,
-    key: bytes,
-    parent: bytes,
-    extra: bytes,
+    headers: Bytes,
+    *,
+    keys: Sequence[bytes],
+    parents: Sequence[bytes],
+    extras: Sequence[bytes],
     fingerprint: bytes,
     tenant: bytes,
     group: int,
     payload_bytes: int,
-    tokens: bytes,
+    tokens: Sequence[bytes],
     depth: int,
-    generation: int,
+    generations: Sequence[int],
     created_ns: int,
     kept: int,
 ) -> None:
-    """Write the header of a block whose payload is stored as it is to the 4096 zeros at `at` of `raw`, without its
-    checksums: they are not known before the payload is in its slot. The fields have the sizes that `pack` asks for.
+    """Write the headers of blocks whose payloads are stored as they are to the zeros `headers`, uint8[blocks, 4096].
+    The first block has `depth`, and each of the others one more. Checksums are left out: they are not known before the
+    payload is in its slot. The fields have the sizes that `pack` asks for.
     """
-    _FIXED.pack_into(
-        raw, at, MAGIC, VERSION, 0, key, parent, extra, fingerprint, tenant, group, 0, len(tokens) // 4, payload_bytes,
-        generation, 0, created_ns, depth, 0.0, 0, payload_bytes, 0, kept,
+    count, sizes = len(keys), set(map(len, tokens))
+    alike = sizes.pop() if len(sizes) == 1 else 0
+    same = _FIXED.pack(
+        MAGIC, VERSION, 0, b"", b"", b"", fingerprint, tenant, group, 0, alike // 4, payload_bytes, 0, 0, created_ns, 0,
+        0.0, 0, payload_bytes, 0, kept,
     )  # fmt: skip
-    raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + len(tokens)] = tokens
+    headers[:, : len(same)] = np.frombuffer(same, np.uint8)
+    own = headers.view(_OWN)[:, 0]
+    for name, values in (("key", keys), ("parent", parents), ("extra", extras)):
+        own[name] = np.frombuffer(b"".join(values), "V16")
+    own["generation"], own["depth"] = generations, np.arange(depth, depth + count)
+    if sizes:  # some blocks have token ids, others have none
+        own["token_count"] = [len(ids) // 4 for ids in tokens]
+        for header, ids in zip(headers, tokens, strict=True):
+            header[TOKENS_OFFSET : TOKENS_OFFSET + len(ids)] = np.frombuffer(ids, np.uint8)
+    elif alike:
+        packed = np.frombuffer(b"".join(tokens), np.uint8)
+        headers[:, TOKENS_OFFSET : TOKENS_OFFSET + alike] = packed.reshape(count, alike)
 
 
-def unjudged_header(raw: bytes | bytearray, at: int = 0) -> BlockHeader:
-    """Return the header in the 4096 bytes at `at` of `raw`, which this process wrote. Nothing is checked."""
-    values = _FIXED.unpack_from(raw, at)
+def unjudged_header(raw: bytes) -> BlockHeader:
+    """Return the header in the 4096 bytes `raw`, which this process wrote. Nothing is checked."""
+    values = _FIXED.unpack_from(raw)
     _, _, _, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
     generation, checksum, created_ns, depth, error, _, stored_bytes, stored_checksum, kept = values[12:]
     return _header({
         "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
-        "depth": depth, "tokens": bytes(raw[at + TOKENS_OFFSET : at + TOKENS_OFFSET + count * 4]),
+        "depth": depth, "tokens": raw[TOKENS_OFFSET : TOKENS_OFFSET + count * 4],
         "payload_bytes": payload_bytes, "generation": generation, "checksum": checksum, "created_ns": created_ns,
         "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
-        "seal": bytes(raw[at + SEAL_OFFSET : at + SEAL_OFFSET + SEAL_BYTES]) if codec & SEALED else b"",
+        "seal": raw[SEAL_OFFSET : SEAL_OFFSET + SEAL_BYTES] if codec & SEALED else b"",
     })  # fmt: skip
 
 

@@ -6,11 +6,21 @@ import hashlib
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, BlockHeader, Coded, read_header, slot_bytes
+from kvstore_proto.arena import (
+    HEADER_BYTES,
+    MAX_TOKENS,
+    BlockHeader,
+    Coded,
+    pack_unsummed,
+    read_header,
+    slot_bytes,
+    unjudged_header,
+)
 from kvstore_proto.identity import pack_tokens
 
 HEADER = BlockHeader(
@@ -54,6 +64,30 @@ def test_fields_are_at_the_offsets_of_the_document() -> None:
     assert packed[106:108] == bytes(2) and packed[160:168] == packed[112:120] and packed[168:176] == packed[128:136]
     assert packed[256:260] == bytes(4)
     assert packed[260:264] == (1).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("counts", [(64, 64, 64), (0, 64, 3), (0, 0, 0)])
+def test_headers_of_a_run_differ_from_single_ones_by_their_checksums(counts: tuple[int, ...]) -> None:
+    run = [
+        replace(
+            HEADER, key=bytes([number]) * 16, parent=bytes([number - 1]) * 16, extra=bytes([number + 9]) * 16,
+            depth=HEADER.depth + number - 1, generation=HEADER.generation * number, tokens=pack_tokens(range(count)),
+            checksum=0, kept=5,
+        )
+        for number, count in enumerate(counts, 1)
+    ]  # fmt: skip
+    found = np.zeros((len(run), HEADER_BYTES), np.uint8)
+    pack_unsummed(
+        found, keys=[each.key for each in run], parents=[each.parent for each in run],
+        extras=[each.extra for each in run], fingerprint=HEADER.fingerprint, tenant=HEADER.tenant, group=HEADER.group,
+        payload_bytes=HEADER.payload_bytes, tokens=[each.tokens for each in run], depth=HEADER.depth,
+        generations=[each.generation for each in run], created_ns=HEADER.created_ns, kept=5,
+    )  # fmt: skip
+    for header, each in zip(found, run, strict=True):
+        packed = bytearray(each.pack())
+        packed[152:160] = bytes(8)
+        assert header.tobytes() == packed
+        assert unjudged_header(bytes(packed)) == each
 
 
 def test_a_lossy_copy_is_exact_but_for_its_error_bound() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.terms import NO_TERMS, Terms
-from kvstore_tiers.segments import Segment, segment_of
 from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.store.operations import Client, Operations
@@ -31,16 +30,16 @@ def payload_of(key: bytes) -> np.ndarray:
 
 
 class Payloads:
-    """Implements `Staged`: blocks without token ids, each with the payload of its key."""
+    """Implements `StagedBlocks`: blocks without token ids, each with the payload of its key."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._arrays = [payload_of(key) for key in keys]
 
-    def tokens_at(self, offset: int) -> bytes:
-        return b""
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        return [b""] * len(offsets)
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        return segment_of(self._arrays[offset])
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        return [self._arrays[offset].ctypes.data for offset in offsets], self._arrays
 
 
 class DrivenStore:

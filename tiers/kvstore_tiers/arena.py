@@ -272,11 +272,16 @@ class Arena(ArenaMemory):
 
     def require_all_out(self, slots: Sequence[Slot]) -> None:
         """Raise RuntimeError unless each of `slots` is allocated in this arena in exactly its generation."""
-        size, out, generations = self.slot_bytes, self._out, self._generations
+        size, out, generations, known = self.slot_bytes or 1, self._out, self._generations, len(self._out)
         for _, offset, nbytes, generation in slots:
-            index, misplaced = divmod(offset, size or 1)
-            known = not misplaced and nbytes == size and index < len(out)
-            if not known or not out[index] or generations[index] != generation:
+            index = offset // size
+            if not (
+                nbytes == size
+                and index < known
+                and index * size == offset
+                and out[index]
+                and generations[index] == generation
+            ):
                 raise RuntimeError(f"no slot of {nbytes} bytes is allocated at {offset} in generation {generation}")
 
     def segment(self, slot: Slot) -> Segment:

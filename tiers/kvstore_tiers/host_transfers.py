@@ -12,6 +12,11 @@ import ctypes as ct
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, unjudged_header
@@ -94,35 +99,48 @@ class ImageCopies:
 
 
 _WORD = 8
-_NO_HEADER = bytes(HEADER_BYTES)
+Headers = npt.NDArray[np.uint8]
 AT_ONCE_BYTES = 256 * 1024  # copied and hashed in 0.1 ms; a hand-over waits for a core, on a busy machine some ms
 IN_PLACE_SPEED = 4  # a checksum alone takes a quarter of that time at most
 MIN_PART_BYTES = 4 * 2**20  # less is copied in the time that waking a second thread and its GIL takes
 
 
 class ImageRun:
-    """The blocks that are to be stored together, in columns: the slot of each, its header without checksums, and its
-    payload, which may be in the slot already. `headers` has 4096 bytes a block.
+    """The blocks that are to be stored together, in columns: the slot of each, its header without checksums, and the
+    address and size of its payload, which may be in the slot already.
     """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self.payloads: list[Segment] = []
-        self.headers = bytearray()
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+        self._headers: list[Headers] = []  # of each `add`
+        self._owners: list[object] = []  # of the payloads' memory
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def add(self, slot: Slot, payload: Segment) -> int:
-        """Add a block that goes to `slot`. Return the offset in `headers` where its header is to be written next, by
-        `kvstore_proto.arena.pack_unsummed`. Raises RuntimeError for a payload that does not fit the slot.
+    def add(self, slots: Sequence[Slot], addresses: Sequence[int], nbytes: int, owner: object) -> Headers:
+        """Add blocks that go to `slots`, all of one size. Each has `nbytes` of payload, at the address of `addresses`
+        at the same position; `owner` keeps that memory alive. Return the array of their headers, all zeros, which the
+        caller fills next, by `kvstore_proto.arena.pack_unsummed`. Raises RuntimeError for payloads that do not fit.
         """
-        if HEADER_BYTES + payload.nbytes > slot.nbytes:
-            raise RuntimeError(f"{payload.nbytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
-        self.slots.append(slot)
-        self.payloads.append(payload)
-        self.headers += _NO_HEADER
-        return len(self.headers) - HEADER_BYTES
+        if HEADER_BYTES + nbytes > slots[0].nbytes:
+            raise RuntimeError(f"{nbytes} stored bytes and a header do not fit a slot of {slots[0].nbytes}")
+        headers = np.zeros((len(slots), HEADER_BYTES), np.uint8)
+        self.slots += slots
+        self.addresses += addresses
+        self.sizes += [nbytes] * len(slots)
+        self._headers.append(headers)
+        self._owners.append(owner)
+        return headers
+
+    @property
+    def headers(self) -> Headers:
+        """The headers of all blocks, in the order of `slots`: an array uint8[blocks, 4096]."""
+        if len(self._headers) > 1:
+            self._headers = [np.concatenate(self._headers)]
+        return self._headers[0]
 
 
 class ImageBatch(TransferBatch):
@@ -144,23 +162,22 @@ class ImageBatch(TransferBatch):
         # How many have been taken; where each goes, comes from, its size.
         self._table = array("Q", [0])
         self._table.extend(targets)
-        self._table.extend([payload.address for payload in images.payloads])
-        self._table.extend([payload.nbytes for payload in images.payloads])
+        self._table.extend(images.addresses)
+        self._table.extend(images.sizes)
 
     def run(self) -> None:
         count, table = len(self._images), self._table.buffer_info()[0]
         places = [table + _WORD * (1 + column * count) for column in range(3)]
-        headers = ct.addressof(ct.c_char.from_buffer(self._images.headers))
-        self._library.kv_store_images(table, count, *places, headers)
+        self._library.kv_store_images(table, count, *places, self._images.headers.ctypes.data)
         self.end_part()
 
     def _ended(self) -> Sequence[Outcome]:
-        payloads = self._images.payloads
+        sizes = self._images.sizes
         if not self._table[0]:  # no thread has run
-            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(payloads)
+            return [Outcome(OutcomeKind.CANCELLED, message="the tier is closed")] * len(sizes)
         self._stored(self._images)
-        of_size = {nbytes: Outcome(OutcomeKind.DONE, None, nbytes) for nbytes in {each.nbytes for each in payloads}}
-        return [of_size[payload.nbytes] for payload in payloads]
+        of_size = {nbytes: Outcome(OutcomeKind.DONE, None, nbytes) for nbytes in set(sizes)}
+        return [of_size[nbytes] for nbytes in sizes]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
@@ -191,16 +208,13 @@ class HostTransfers:
         """Store the blocks of `images`. `done` is called once with the outcomes, in order and without headers. A small
         batch is stored before this returns.
         """
-        targets, nbytes = list[int](), 0  # as if all were copied
-        container = -1
-        for slot, payload in zip(images.slots, images.payloads, strict=True):
-            if slot.container != container:
-                arena, container = self._arena_of(slot), slot.container
-                arena.require_all_out([each for each in images.slots if each.container == container])
-            target = arena.address + slot.offset
-            is_there = payload.address == target + HEADER_BYTES
-            nbytes += payload.nbytes // (IN_PLACE_SPEED if is_there else 1)
-            targets.append(target)
+        targets = list[int]()
+        for arena, slots in self._by_arena(images.slots):
+            arena.require_all_out(slots)
+            targets += [arena.address + offset for _, offset, _, _ in slots]
+        places = zip(targets, images.addresses, images.sizes, strict=True)
+        in_place = [size for target, source, size in places if source == target + HEADER_BYTES]
+        nbytes = sum(images.sizes) - sum(in_place) + sum(in_place) // IN_PLACE_SPEED  # as if all were copied
         parts = max(1, min(len(self._threads), nbytes // MIN_PART_BYTES))
         batch = self._batch(images, targets, parts, done)
         if nbytes <= AT_ONCE_BYTES and not failpoints.are_armed() and not self._threads.is_closed:
@@ -214,24 +228,28 @@ class HostTransfers:
         self, images: ImageRun, targets: Sequence[int], parts: int, done: Callable[[Sequence[Outcome]], None]
     ) -> TransferBatch:
         library = None if failpoints.are_armed() else native.get()
-        if library is not None and all(payload.nbytes >= HASHED_MIN_BYTES for payload in images.payloads):
+        if library is not None and min(images.sizes) >= HASHED_MIN_BYTES:
             return ImageBatch(library, images, targets, parts, self._stored, done)
         storing: list[Transfer] = []
-        for at, (slot, payload) in enumerate(zip(images.slots, images.payloads, strict=True)):
-            arena, header = self._arena_of(slot), unjudged_header(images.headers, at * HEADER_BYTES)
+        for at, slot in enumerate(images.slots):
+            arena, header = self._arena_of(slot), unjudged_header(images.headers[at].tobytes())
+            payload = Segment(images.addresses[at], images.sizes[at], owner=images)
             storing.append(self._storing(arena, slot, segment_of(arena, slot), header, [payload]))
         return TransferBatch(storing, parts, done)
 
     def _stored(self, images: ImageRun) -> None:
         """Count the stores of `images`, which have succeeded, and let arenas that clients write know the headers."""
-        self._counters.wrote_all(len(images), sum([payload.nbytes for payload in images.payloads]))
-        container, is_writable = -1, False
-        for at, slot in enumerate(images.slots):
-            if slot.container != container:
-                arena, container = self._arena_of(slot), slot.container
-                is_writable = arena.is_writable
-            if is_writable:
-                arena.vouch(slot, unjudged_header(images.headers, at * HEADER_BYTES))
+        self._counters.wrote_all(len(images), sum(images.sizes))
+        at = 0
+        for arena, slots in self._by_arena(images.slots):
+            for number, slot in enumerate(slots if arena.is_writable else (), at):
+                arena.vouch(slot, unjudged_header(images.headers[number].tobytes()))
+            at += len(slots)
+
+    def _by_arena(self, slots: Sequence[Slot]) -> list[tuple[Arena, Sequence[Slot]]]:
+        """Return `slots` in runs of the same arena, each with that arena."""
+        runs = [list(run) for _, run in groupby(slots, itemgetter(0))]
+        return [(self._arena_of(run[0]), run) for run in runs]
 
     def load(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)

@@ -17,7 +17,6 @@ import numpy as np
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAX_TOKENS, TOKEN_COUNT_OFFSET, TOKENS_OFFSET, Bytes
 from kvstore_tiers.base import Slot
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.segments import Segment
 from kvstored.store.reservations import Reservations
 
 SMALLEST_SHARE_BYTES = 4 << 20
@@ -37,17 +36,21 @@ class StagingMemory:
         # The array keeps the mapping alive: a copy in flight survives the session that started it.
         self._mapping = mmap.mmap(self.fd, self.size_bytes, prot=mmap.PROT_READ)
         self.view: Bytes = np.frombuffer(self._mapping, np.uint8)
+        self._pages = self.view.reshape(-1, ALIGNMENT_BYTES)
         self.address = int(self.view.ctypes.data)
 
-    def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids that the client has written into the block at `offset`. They are copied once,
-        since the client may still be writing there."""
-        mapping, ids = self._mapping, offset + TOKENS_OFFSET
-        count = int.from_bytes(mapping[offset + TOKEN_COUNT_OFFSET : offset + TOKEN_COUNT_OFFSET + 4], "little")
-        return mapping[ids : ids + (count if count < MAX_TOKENS else MAX_TOKENS) * 4]
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        """Return the packed token ids that the client has written into each block at one of `offsets`. They are copied
+        once, since the client may still be writing there."""
+        pages = np.array(offsets) // ALIGNMENT_BYTES
+        counts = self._pages[pages, TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4].view("<u4")[:, 0]
+        sizes = (np.minimum(counts, MAX_TOKENS) * 4).tolist()
+        ids, width = self._pages[pages, TOKENS_OFFSET : TOKENS_OFFSET + max(sizes)].tobytes(), max(sizes)
+        return [ids[at * width : at * width + nbytes] for at, nbytes in enumerate(sizes)]
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        return Segment(self.address + offset + HEADER_BYTES, nbytes, owner=self.view)
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        first = self.address + HEADER_BYTES
+        return [first + offset for offset in offsets], self.view
 
     def forget_fd(self) -> None:
         if self.fd >= 0:
@@ -96,11 +99,11 @@ class ReservedBlocks:
         self._tenant = tenant
         self._reservations = reservations
 
-    def tokens_at(self, offset: int) -> bytes:
-        return tokens_in(self._images[offset].address)
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        return [tokens_in(self._images[offset].address) for offset in offsets]
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        return self._images[offset].part(HEADER_BYTES, nbytes)
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        return [self._images[offset].address + HEADER_BYTES for offset in offsets], self._images
 
     def take(self, offset: int) -> Slot:
         """Return the slot at `offset`, which belongs to a block from now on. The caller must attach it to the block's
@@ -124,9 +127,9 @@ class InlineBlocks:
         self._tokens = tokens
         self._payloads = payloads
 
-    def tokens_at(self, offset: int) -> bytes:
-        return self._tokens[offset]
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        return [self._tokens[offset] for offset in offsets]
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment:
-        payload = np.frombuffer(self._payloads[offset], np.uint8)
-        return Segment(int(payload.ctypes.data), nbytes, owner=payload)
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        payloads = [np.frombuffer(self._payloads[offset], np.uint8) for offset in offsets]
+        return [int(payload.ctypes.data) for payload in payloads], payloads

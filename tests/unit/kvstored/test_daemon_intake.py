@@ -110,18 +110,21 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("part_blocks", [32, 2])
 @pytest.mark.parametrize(
-    ("place", "name", "at"),
+    ("place", "name", "at", "part_blocks"),
     [
-        ("residency", "store_run", 1),
-        ("room", "announce", 1),
-        ("room", "allocate_run", 1),
-        ("host", "write_many", 1),
-        ("staging", "tokens_at", 1),
-        ("staging", "tokens_at", 4),
+        *(
+            (place, name, 1, part_blocks)
+            for part_blocks in (32, 2)
+            for place, name in (
+                ("residency", "store_run"), ("room", "announce"), ("room", "allocate_run"), ("host", "write_many"),
+                ("staging", "tokens_of"),
+            )
+        ),
+        ("staging", "tokens_of", 3, 2),
+        ("host", "write_many", 2, 2),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_while_blocks_begin_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, at: int, part_blocks: int
 ) -> None:
@@ -153,7 +156,7 @@ def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pyt
         host, started = store.small.store.host, []
         write_many = host.write_many
 
-        def writing(writes: Sequence[Any], done: Any) -> None:
+        def writing(writes: Any, done: Any) -> None:
             started.append(len(writes))
             write_many(writes, done)
 

@@ -62,10 +62,10 @@ def test_calls_are_left_for_gets_of_other_tenants() -> None:
 def test_inline_blocks_are_where_their_bytes_are() -> None:
     payload = bytes(range(256)) * 4
     staged = InlineBlocks([b"", b"tokens"], [b"another", payload])
-    assert staged.tokens_at(1) == b"tokens"
-    segment = staged.payload_at(1, len(payload))
+    assert staged.tokens_of([1, 0]) == [b"tokens", b""]
+    (address,), owner = staged.payloads_at([1])
     del payload, staged
-    assert ctypes.string_at(segment.address, segment.nbytes) == bytes(range(256)) * 4, "the segment keeps its bytes"
+    assert owner and ctypes.string_at(address, 1024) == bytes(range(256)) * 4, "the owner keeps its bytes"
 
 
 class Calls:

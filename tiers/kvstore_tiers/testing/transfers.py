@@ -56,9 +56,10 @@ def image_run(blocks: Sequence[tuple[Slot, BlockHeader, Segment]]) -> ImageRun:
     images = ImageRun()
     for slot, header, payload in blocks:
         pack_unsummed(
-            images.headers, images.add(slot, payload), header.key, header.parent, header.extra, header.fingerprint,
-            header.tenant, header.group, header.payload_bytes, header.tokens, header.depth, slot.generation,
-            header.created_ns, header.kept,
+            images.add([slot], [payload.address], payload.nbytes, payload), keys=[header.key],
+            parents=[header.parent], extras=[header.extra], fingerprint=header.fingerprint, tenant=header.tenant,
+            group=header.group, payload_bytes=header.payload_bytes, tokens=[header.tokens], depth=header.depth,
+            generations=[slot.generation], created_ns=header.created_ns, kept=header.kept,
         )  # fmt: skip
     return images
 

@@ -6,58 +6,98 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore_proto.identity import NO_EXTRA, NO_PARENT, chain
 from kvstore_proto.terms import Terms
 from kvstore_tiers.base import Outcome
 from kvstore_tiers.host_transfers import ImageRun
 from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.records import Offer, StagedBlock
+from kvstored.store.operations.records import NO_EXTRA_FIELD, Offer
 
 
 @dataclass(slots=True)
 class Part:
-    """Blocks that are copied together, by the host tier's threads: `images` has one block for each of `copying`,
-    `copied` their outcomes.
+    """Blocks that are copied together, by the host tier's threads, each by its number in the intake: those that have
+    begun, of which `tokens` name the rows, and those of them that are copied. `images` has one block for each of
+    `copying`, `copied` their outcomes. The tokens of `false` do not hash to the key.
     """
 
-    begun: list[StagedBlock] = field(default_factory=list)
-    copying: list[StagedBlock] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    copying: list[int] = field(default_factory=list)
+    false: set[int] = field(default_factory=set)
     images: ImageRun = field(default_factory=ImageRun)
     copied: asyncio.Future[Sequence[Outcome]] | None = None
     kept: int = 0  # what the headers say of how long
 
 
-@dataclass(slots=True)
 class Intake:
-    """The blocks of one put that must be stored; the first `begun` of them have begun, in `parts`."""
+    """The blocks of one put that must be stored: those of `offer` at `positions`, in columns. The first `begun` of them
+    have begun, in `parts`. `statuses` are by position in the offer, `terms` for new blocks.
+    """
 
-    client: Client
-    mode: DurabilityMode
-    statuses: bytearray  # by position in the request
-    terms: Terms  # of new blocks
-    before: Sequence[bytes]  # keys, see Offer
-    blocks: list[StagedBlock] = field(default_factory=list)
-    begun: int = 0
-    parts: list[Part] = field(default_factory=list)
+    def __init__(
+        self,
+        client: Client,
+        mode: DurabilityMode,
+        offer: Offer,
+        positions: Sequence[int],
+        statuses: bytearray,
+        terms: Terms,
+    ) -> None:
+        self.client, self.mode, self.offer, self.positions = client, mode, offer, positions
+        self.statuses, self.terms = statuses, terms
+        columns = (offer.keys, offer.parents, offer.extras, offer.payload_bytes, offer.offsets)
+        if len(positions) < len(offer.keys):
+            columns = tuple([column[at] for at in positions] for column in columns)  # type: ignore[assignment]
+        self.keys, self.parents, self.extras, self.payload_bytes, self.offsets = columns
+        self.begun = 0
+        self.parts: list[Part] = []
 
-    def run_from(self, index: TenantIndex, end: int) -> list[StagedBlock]:
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def chains(self) -> list[range]:
+        """Return the blocks in runs that continue one another."""
+        parents, keys = self.parents, self.keys
+        ends = [at for at in range(1, len(self)) if parents[at] != keys[at - 1]]
+        return [range(first, end) for first, end in zip([0, *ends], [*ends, len(self)], strict=True) if first < end]
+
+    def run_from(self, index: TenantIndex, end: int) -> range:
         """Return the blocks from the next one to `end` that can begin together: they are of one size, continue one
         another, and have no row in `index`, the tenant's."""
-        first = self.blocks[self.begun]
-        run, key = [first], first.key
-        may_have_row = not index.has_none_of([block.key for block in self.blocks[self.begun + 1 : end]])
-        for block in self.blocks[self.begun + 1 : end]:
+        first, keys, parents, sizes = self.begun, self.keys, self.parents, self.payload_bytes
+        may_have_row = not index.has_none_of(keys[first + 1 : end])
+        for at in range(first + 1, end):
             # The parent of the first may get a row meanwhile.
-            is_next = block.parent == key and block.payload_bytes == first.payload_bytes
-            key = block.key
-            if not is_next or key == first.parent or (may_have_row and index.row(key) >= 0):
-                break
-            run.append(block)
-        return run
+            is_next = parents[at] == keys[at - 1] and sizes[at] == sizes[first]
+            if not is_next or keys[at] == parents[first] or (may_have_row and index.row(keys[at]) >= 0):
+                return range(first, at)
+        return range(first, end)
+
+    def false_blocks(self, run: range, tokens: Sequence[bytes]) -> list[int]:
+        """Return the blocks of `run` whose packed token ids in `tokens`, after the block's parent, do not hash to the
+        block's key. The key of a block without tokens cannot be checked, and counts as right.
+        """
+        group, fingerprint, found = self.offer.group, self.client.fingerprint, list[int]()
+        size, step, hash_name = fingerprint.block_tokens * 4, fingerprint.engine_block_tokens, fingerprint.key_hash
+        keys, parents, extras = self.keys, self.parents, self.extras
+        for at, ids in zip(run, tokens, strict=True):
+            if not ids:
+                continue
+            parent = self.client.roots[group] if parents[at] == NO_PARENT else parents[at]
+            extra = NO_EXTRA if extras[at] == NO_EXTRA_FIELD else extras[at]
+            if len(ids) != size or keys[at] != chain(
+                parent, ids, engine_block_tokens=step, extra=extra, hash_name=hash_name
+            ):
+                found.append(at)
+        return found
 
 
 def leading_chain(offer: Offer) -> Sequence[bytes]:
     """Return the keys of the offer's first chain; as a rule it has no other."""
     keys, parents = offer.keys, offer.parents
-    return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]
+    if list(parents[1:]) == list(keys[:-1]):
+        return keys
+    return keys[: next(at for at in range(1, len(keys)) if parents[at] != keys[at - 1])]

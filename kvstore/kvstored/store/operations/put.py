@@ -18,18 +18,19 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
-from kvstore_proto.arena import pack_unsummed
+from kvstore_proto.arena import pack_unsummed, slot_bytes
 from kvstore_proto.identity import NO_PARENT
-from kvstore_tiers.base import Outcome, OutcomeKind, Slot
+from kvstore_tiers.base import Outcome, Slot
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.durability import DurabilityMode, Settling, answers_of, settle_present, with_terms
 from kvstored.store.operations.intake import Intake, Part, leading_chain
-from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
+from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
 log = logging.getLogger(__name__)
@@ -83,8 +84,7 @@ class Puts:
             tenant, leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
         )
         statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
-        intake = Intake(client, mode, statuses, terms, offer.before)
-        present: list[tuple[int, int]] = []
+        wanted, present = list[int](), list[tuple[int, int]]()
         rows, waiting = self._retention.find_each(tenant, offer.packed), frozenset[int]()
         if client.exact:
             rows, waiting = self._lossy.give_way(rows)
@@ -103,7 +103,8 @@ class Puts:
                 statuses[position] = StoreStatus.WANTED
             else:
                 being_written.add((tenant, key))
-                intake.blocks.append(offer.block(position))
+                wanted.append(position)
+        intake = Intake(client, mode, offer, wanted, statuses, terms)
         durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
             self._counters.add("present_blocks", len(present))
@@ -120,20 +121,21 @@ class Puts:
         except Exception as error:
             mistake = error
         client.beginning += 1
-        let_go = self._retention.pins.hold(tenant, terms.pin, sum(block.nbytes for block in intake.blocks))
+        nbytes = sum(map(slot_bytes, intake.payload_bytes)) if terms.pin else 0
+        let_go = self._retention.pins.hold(tenant, terms.pin, nbytes)
         storing = asyncio.create_task(self._store_rest(intake, mistake))
         self._running[storing] = tenant
         client.copying.add(storing)
-        storing.add_done_callback(partial(self._ended, intake, offer))
+        storing.add_done_callback(partial(self._ended, intake))
         storing.add_done_callback(lambda _: let_go())
         return answers_of(storing, intake.statuses, durability, settling, mode)
 
-    def _ended(self, intake: Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
+    def _ended(self, intake: Intake, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
         self._running.pop(storing, None)
-        self.being_written.difference_update((client.tenant_id, block.key) for block in intake.blocks)
-        if offer.reserved is not None:
-            offer.reserved.end()
+        self.being_written.difference_update(zip(repeat(client.tenant_id), intake.keys))
+        if intake.offer.reserved is not None:
+            intake.offer.reserved.end()
         client.copying.discard(storing)
         client.put_ended()
 
@@ -144,19 +146,17 @@ class Puts:
             try:
                 if mistake is not None:
                     raise mistake
-                if intake.begun < len(intake.blocks):
+                if intake.begun < len(intake):
                     async with client.turn:  # requests of one client begin in order: parents before children
-                        while intake.begun < len(intake.blocks):
+                        while intake.begun < len(intake):
                             await asyncio.sleep(0)  # others on the loop have their turn
                             intake.parts.append(Part(kept=self._retention.kept(intake.terms)))
                             await self._begin_part(intake)
             finally:
                 client.beginning -= 1
             for part in intake.parts:
-                if part.copied is not None:
-                    for block, outcome in zip(part.copying, await part.copied, strict=True):
-                        block.outcome = outcome
-                settling |= self._publish(intake, part)
+                outcomes = await part.copied if part.copied is not None else ()
+                settling |= self._publish(intake, part, outcomes)
         except Exception:
             await self._take_back(intake.parts)
             raise
@@ -166,123 +166,126 @@ class Puts:
 
     def _announce(self, intake: Intake) -> None:
         """Notify the policy of the blocks that will be stored, a piece of a chain at a time."""
-        first, blocks, tenant = 0, intake.blocks, intake.client.tenant_id
-        for at in range(1, len(blocks) + 1):
-            if at == len(blocks) or blocks[at].parent != blocks[at - 1].key:
-                if self._refusal(intake.client, blocks[first]) is None:
-                    parent = self._residency.find_any(tenant, blocks[first].parent)
-                    coming = blocks[first : min(at, first + ANNOUNCED_MAX)]
-                    self._room.announce(tenant, parent, [block.key for block in coming])
-                first = at
+        tenant = intake.client.tenant_id
+        for run in intake.chains():
+            if self._refusal(intake, run.start) is None:
+                parent = self._residency.find_any(tenant, intake.parents[run.start])
+                self._room.announce(tenant, parent, intake.keys[run.start : min(run.stop, run.start + ANNOUNCED_MAX)])
 
     def _part_end(self, intake: Intake) -> int:
         """Return where the next part ends: after work for half a millisecond of the control thread."""
-        begun, blocks, fingerprint = intake.begun, intake.blocks, intake.client.fingerprint
-        if begun == len(blocks):
+        begun, fingerprint = intake.begun, intake.client.fingerprint
+        if begun == len(intake):
             return begun
         hashes = fingerprint.block_tokens // fingerprint.engine_block_tokens
-        most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // blocks[begun].payload_bytes)
-        return min(begun + max(most, 1), len(blocks))
+        most = min(PART_BLOCKS, HASHES_A_PART // hashes, PART_BYTES // intake.payload_bytes[begun])
+        return min(begun + max(most, 1), len(intake))
 
     def _begin_blocks(self, intake: Intake, end: int, slot: Slot | None = None) -> None:
         """Give blocks up to `end` a slot and a row each, until one needs room to be made; `slot` is for the first."""
-        residency, client, tenant = self._residency, intake.client, intake.client.tenant_id
-        index = residency.tenants[tenant]
+        residency, client, tenant, part = self._residency, intake.client, intake.client.tenant_id, intake.parts[-1]
+        index, reserved = residency.tenants[tenant], intake.offer.reserved
         kept = [slot] if slot is not None else []
         try:
             while intake.begun < end:
-                block = intake.blocks[intake.begun]
-                refusal = self._refusal(client, block)
+                at = intake.begun
+                refusal = self._refusal(intake, at)
                 if refusal is not None:
-                    intake.statuses[block.position] = refusal
+                    intake.statuses[intake.positions[at]] = refusal
                     intake.begun += 1
                     continue
-                parent = residency.find_any(tenant, block.parent)
-                is_alone = (parent < 0 and block.parent != NO_PARENT) or residency.find_any(tenant, block.key) >= 0
-                if kept and kept[0].nbytes != block.nbytes:  # kept from a block that was refused
+                key, above, nbytes = intake.keys[at], intake.parents[at], slot_bytes(intake.payload_bytes[at])
+                parent = residency.find_any(tenant, above)
+                is_alone = (parent < 0 and above != NO_PARENT) or residency.find_any(tenant, key) >= 0
+                if kept and kept[0].nbytes != nbytes:  # kept from a block that was refused
                     self._host.free(kept.pop())
                 # A slot counts against the tenant's maximum once it is a block's: before, none may be taken beside it.
-                run = [block] if is_alone or kept else intake.run_from(index, end)
-                if block.reserved is not None:
-                    kept = [block.reserved.take(each.offset) for each in run]
+                run = range(at, at + 1) if is_alone or kept else intake.run_from(index, end)
+                if reserved is not None:
+                    kept = [reserved.take(intake.offsets[each]) for each in run]
                 elif not kept:
-                    kept = self._room.allocate_run(len(run), block.nbytes, tenant)
+                    kept = self._room.allocate_run(len(run), nbytes, tenant)
                     run = run[: len(kept)]
                     if not run:
                         break
                 intake.begun += len(run)
                 try:
-                    depth = self._enter(client, run, parent, kept)
+                    depth, tokens = self._enter(intake, run, parent, kept)
                 except CyclicChainError as error:
                     log.warning("client %s of %s: %s", client.client_name, client.tenant.name, error)
-                    if block.reserved is not None:  # that slot has this block's payload
+                    if reserved is not None:  # that slot has this block's payload
                         self._host.free(kept.pop())
                     continue
-                intake.parts[-1].begun += run  # from here on they are taken back as blocks
+                part.begun += run  # from here on they are taken back as blocks
+                part.tokens += tokens
                 slots, kept = kept, []
-                self._add(client, run, slots, depth, intake.parts[-1])
+                self._add(intake, run, slots, depth, part)
         finally:
             for left in kept:
                 self._host.free(left)
 
-    def _enter(self, client: Client, run: list[StagedBlock], parent: int, slots: list[Slot]) -> int:
+    def _enter(self, intake: Intake, run: range, parent: int, slots: list[Slot]) -> tuple[int, list[int]]:
         """Give the blocks of `run`, which continue the row `parent`, a row each and the `slots`. Return the depth of
-        the first. Raises CyclicChainError for a block that would be its own ancestor; it has no row and slot then."""
-        residency, tenant, first = self._residency, client.tenant_id, run[0]
+        the first, and the rows' tokens. Raises CyclicChainError for a block that would be its own ancestor; it has no
+        row and slot then."""
+        residency, client, first, group = self._residency, intake.client, run.start, intake.offer.group
+        tenant, key, payload_bytes = client.tenant_id, intake.keys[first], intake.payload_bytes[first]
         now_ns, depth = self._clock.monotonic_ns(), residency.depth(parent) + 1 if parent >= 0 else 0
         if len(run) == 1:
-            row = residency.find(tenant, first.key)  # stored, but out of reach
+            row = residency.find(tenant, key)  # stored, but out of reach
             if row < 0:
                 row = residency.insert(
-                    tenant, first.key, first.parent, fingerprint_id=client.fingerprint_id, group=first.group,
-                    depth=depth, payload_bytes=first.payload_bytes, now_ns=now_ns,
+                    tenant, key, intake.parents[first], fingerprint_id=client.fingerprint_id, group=group,
+                    depth=depth, payload_bytes=payload_bytes, now_ns=now_ns,
                 )  # fmt: skip
             residency.attach(row, residency.mapped, slots[0], now_ns, filling=True)
             rows = [row]
         else:
             rows = residency.store_run(
-                tenant, [block.key for block in run], parent, residency.mapped, slots,
-                fingerprint_id=client.fingerprint_id, group=first.group, payload_bytes=first.payload_bytes,
+                tenant, intake.keys[first : run.stop], parent, residency.mapped, slots,
+                fingerprint_id=client.fingerprint_id, group=group, payload_bytes=payload_bytes,
                 now_ns=now_ns, filling=True,
             )  # fmt: skip
-        for block, token in zip(run, residency.rows.tokens_of(rows), strict=True):
-            block.token = token
-        return depth
+        return depth, residency.rows.tokens_of(rows)
 
-    def _add(self, client: Client, run: list[StagedBlock], slots: list[Slot], depth: int, part: Part) -> None:
-        """Handle blocks that have a slot and a row each: their copies are among the part's, unless the tokens of one do
-        not match its key.
+    def _add(self, intake: Intake, run: range, slots: list[Slot], depth: int, part: Part) -> None:
+        """Handle the blocks of `run`, which have a slot and a row each: their copies are among the part's, unless the
+        tokens of one do not match its key. The first is at `depth`.
         """
-        fingerprint, tenant, created_ns = client.fingerprint_digest, client.tenant.digest, self._clock.wall_ns()
-        for block, slot in zip(run, slots, strict=True):
-            tokens = block.staged.tokens_at(block.offset)
-            if block.is_made_of(tokens, client):
-                part.copying.append(block)
-                at = part.images.add(slot, block.staged.payload_at(block.offset, block.payload_bytes))
-                pack_unsummed(
-                    part.images.headers, at, block.key, block.parent, block.extra, fingerprint, tenant, block.group,
-                    block.payload_bytes, tokens, depth, slot.generation, created_ns, part.kept,
-                )  # fmt: skip
-            else:
-                block.outcome = Outcome(OutcomeKind.CORRUPT, message="tokens do not hash to the key")
-            depth += 1
+        client, offer, first, end = intake.client, intake.offer, run.start, run.stop
+        offsets, payload_bytes = intake.offsets[first:end], intake.payload_bytes[first]
+        tokens = offer.staged.tokens_of(offsets)
+        if false := intake.false_blocks(run, tokens):
+            part.false.update(false)
+            for at in run:
+                if at not in part.false:
+                    self._add(intake, range(at, at + 1), [slots[at - first]], depth + at - first, part)
+            return
+        part.copying += run
+        addresses, owner = offer.staged.payloads_at(offsets)
+        pack_unsummed(
+            part.images.add(slots, addresses, payload_bytes, owner), keys=intake.keys[first:end],
+            parents=intake.parents[first:end], extras=intake.extras[first:end], fingerprint=client.fingerprint_digest,
+            tenant=client.tenant.digest, group=offer.group, payload_bytes=payload_bytes, tokens=tokens, depth=depth,
+            generations=[generation for _, _, _, generation in slots], created_ns=self._clock.wall_ns(), kept=part.kept,
+        )  # fmt: skip
 
     def _start_copies(self, part: Part) -> None:
         if len(part.images):
             part.copied = self._completions.outcome_of(partial(self._host.write_many, part.images))
 
-    def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
-        """Return why the block is not stored, or None if it is. An orphan could not be reached: under full attention,
-        without the block before it. That block may have been evicted since the client saw it, or found no room
-        itself.
+    def _refusal(self, intake: Intake, at: int) -> StoreStatus | None:
+        """Return why the block `at` is not stored, or None if it is. An orphan could not be reached: under full
+        attention, without the block before it. That block may have been evicted since the client saw it, or found no
+        room itself.
         """
-        residency = self._residency
-        row = residency.find(client.tenant_id, block.key)
+        residency, client, above = self._residency, intake.client, intake.parents[at]
+        row = residency.find(client.tenant_id, intake.keys[at])
         if row >= 0 and not self._needs_new_copy(row):
             return StoreStatus.PRESENT
-        if block.parent == NO_PARENT or not client.needs_parents(block.group):
+        if above == NO_PARENT or not client.needs_parents(intake.offer.group):
             return None
-        parent = residency.find_any(client.tenant_id, block.parent)
+        parent = residency.find_any(client.tenant_id, above)
         if parent >= 0 and (residency.tier_mask(parent) or residency.being_filled(parent)):
             return None
         return StoreStatus.ORPHANED
@@ -291,70 +294,60 @@ class Puts:
 
     async def _begin_part(self, intake: Intake) -> None:
         """Begin one more part, making room if there is none."""
-        end, tenant, part = self._part_end(intake), intake.client.tenant_id, intake.parts[-1]
-        while intake.begun < end:
-            block, slot = intake.blocks[intake.begun], None
-            if block.reserved is None and self._refusal(intake.client, block) is None:
-                slot = self._room.allocate_now(block.nbytes, tenant)
-                if slot is None:
-                    parent = self._residency.find_any(tenant, block.parent)
-                    run = intake.run_from(self._residency.tenants[tenant], end)
-                    newcomers: list[tuple[bytes, int]] = []
-                    # No policy may decline a block that goes to NVMe: it is written from its DRAM slot.
-                    if self._writeback is None or intake.mode == DurabilityMode.NONE:
-                        depth = self._residency.depth(parent) + 1 if parent >= 0 else 0
-                        newcomers = [(each.key, depth + at) for at, each in enumerate(run)]
-                    if self._room.make_room(len(run), block.nbytes, tenant, parent=parent, newcomers=newcomers):
-                        self._begin_blocks(intake, end)
-                        continue
-                    newcomer = newcomers[0] if newcomers else None
-                    found = await self._room.allocate_for(newcomer, block.nbytes, tenant, parent=parent)
-                    if isinstance(found, NoSlot):
-                        self._refuse(intake, found)
-                        continue
-                    slot = found
-            self._begin_blocks(intake, end, slot)
-        self._start_copies(part)
+        end, tenant = self._part_end(intake), intake.client.tenant_id
+        self._begin_blocks(intake, end)
+        while (at := intake.begun) < end:  # no slot is free for this one
+            nbytes, run = slot_bytes(intake.payload_bytes[at]), intake.run_from(self._residency.tenants[tenant], end)
+            parent = self._residency.find_any(tenant, intake.parents[at])
+            newcomers: list[tuple[bytes, int]] = []
+            # No policy may decline a block that goes to NVMe: it is written from its DRAM slot.
+            if self._writeback is None or intake.mode == DurabilityMode.NONE:
+                depth = self._residency.depth(parent) + 1 if parent >= 0 else 0
+                newcomers = [(intake.keys[each], depth + each - at) for each in run]
+            if self._room.make_room(len(run), nbytes, tenant, parent=parent, newcomers=newcomers):
+                self._begin_blocks(intake, end)
+                if intake.begun > at:
+                    continue
+            newcomer = newcomers[0] if newcomers else None
+            found = await self._room.allocate_for(newcomer, nbytes, tenant, parent=parent)
+            if isinstance(found, NoSlot):
+                self._refuse(intake, found)
+            self._begin_blocks(intake, end, found if isinstance(found, Slot) else None)
+        self._start_copies(intake.parts[-1])
 
     def _refuse(self, intake: Intake, why: NoSlot) -> None:
         """Give no slot to the next block, nor to the blocks that continue it: they could not be reached without it, or
         are worth no more. A later miss of any of them gives this reason.
         """
         status, cause, counter = _REFUSED[why]
-        first = intake.blocks[intake.begun]
-        takes_others = why is NoSlot.DECLINED or intake.client.needs_parents(first.group)
-        now_ns, key = self._clock.monotonic_ns(), first.parent
-        for block in intake.blocks[intake.begun :]:
-            if block.parent != key or not (block is first or takes_others):
+        takes_others = why is NoSlot.DECLINED or intake.client.needs_parents(intake.offer.group)
+        first, now_ns, before = intake.begun, self._clock.monotonic_ns(), intake.parents[intake.begun]
+        for at in range(first, len(intake)):
+            if intake.parents[at] != before or not (at == first or takes_others):
                 return
-            intake.statuses[block.position] = status
-            self._residency.record_refusal(intake.client.tenant_id, block.key, cause, now_ns)
+            before = intake.keys[at]
+            intake.statuses[intake.positions[at]] = status
+            self._residency.record_refusal(intake.client.tenant_id, before, cause, now_ns)
             self._counters.add(counter)
             intake.begun += 1
-            key = block.key
 
     # Publication
 
-    def _publish(self, intake: Intake, part: Part) -> Settling:
+    def _publish(self, intake: Intake, part: Part, outcomes: Sequence[Outcome]) -> Settling:
         """Make whole blocks readable, in chain order, once their copies have ended, and begin to write through the ones
         that need it. Write-through pins its blocks, so it begins in this turn of the loop: a turn later they may
         have been evicted and their rows be other blocks'.
         """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
-        published, stored_bytes = dict[int, int](), 0  # rows by position
-        for block in part.begun:
-            row, outcome = residency.current(block.token), block.outcome
-            assert row >= 0 and outcome is not None, "a block went away while it was being filled"
-            if not outcome.ok:
-                self._host.free(residency.detach(row, residency.mapped))
-                if outcome.kind is OutcomeKind.CORRUPT:
-                    intake.statuses[block.position] = StoreStatus.KEY_MISMATCH
-                else:
-                    log.warning("a block could not be stored: %s", outcome.message)
-                continue
-            intake.statuses[block.position] = StoreStatus.STORED
-            published[block.position] = row
-            stored_bytes += block.payload_bytes
+        rows = residency.rows.still_there(part.tokens)
+        assert len(rows) == len(part.begun), "a block went away while it was being filled"
+        lost = {at: outcome.message for at, outcome in zip(part.copying, outcomes, strict=True) if not outcome.ok}
+        if lost or part.false:
+            rows = self._without_lost(intake, part, rows, lost)
+        stored = [at for at in part.begun if at not in lost and at not in part.false]
+        published = dict(zip([intake.positions[at] for at in stored], rows, strict=True))  # rows by position
+        for position in published:
+            intake.statuses[position] = StoreStatus.STORED
         for run in residency.rows.chains_of(published.values()):
             residency.publish_run(run, residency.mapped, now_ns)
         if not intake.client.exact:
@@ -362,10 +355,10 @@ class Puts:
                 self._lossy.accept(row)
         if published:
             self._counters.add("stored_blocks", len(published))
-            self._counters.add("stored_bytes", stored_bytes)
-            self._retention.stored(list(published.values()), intake.terms)
-            self._boundaries.stored(list(published.values()), intake.before)
-            residency.touch_run(list(published.values()), now_ns, intake.client.device_tiers)
+            self._counters.add("stored_bytes", sum([intake.payload_bytes[at] for at in stored]))
+            self._retention.stored(rows, intake.terms)
+            self._boundaries.stored(rows, intake.offer.before)
+            residency.touch_run(rows, now_ns, intake.client.device_tiers)
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:
             return {}
@@ -373,12 +366,26 @@ class Puts:
         settling = dict(zip(wanted, writeback.write_through_run(list(wanted.values()), at_once=at_once), strict=True))
         return with_terms(self._retention, published.items(), settling)
 
+    def _without_lost(self, intake: Intake, part: Part, rows: Sequence[int], lost: dict[int, str]) -> list[int]:
+        """Take the part's blocks out that are false, or `lost` with a reason in their copy; return the rows of the
+        others."""
+        left = []
+        for at, row in zip(part.begun, rows, strict=True):
+            if at in lost or at in part.false:
+                self._host.free(self._residency.detach(row, self._residency.mapped))
+            else:
+                left.append(row)
+            if at in part.false:
+                intake.statuses[intake.positions[at]] = StoreStatus.KEY_MISMATCH
+            elif at in lost:
+                log.warning("a block could not be stored: %s", lost[at])
+        return left
+
     async def _take_back(self, parts: Sequence[Part]) -> None:
         """Take back blocks that are not published, as if they had never begun, once nothing copies into them."""
         for part in parts:
             if part.copied is not None:
                 await part.copied
-        for block in (block for part in parts for block in part.begun):
-            row = self._residency.current(block.token)
-            if row >= 0 and self._residency.state(row, self._residency.mapped) is CopyState.FILLING:
+        for row in self._residency.rows.still_there([token for part in parts for token in part.tokens]):
+            if self._residency.state(row, self._residency.mapped) is CopyState.FILLING:
                 self._host.free(self._residency.detach(row, self._residency.mapped))

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from kvstore_proto.arena import slot_bytes
-from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.terms import NO_TERMS, Terms
-from kvstore_tiers.base import Outcome
 from kvstore_tiers.image import Slot
-from kvstore_tiers.segments import Segment
 from kvstored.lifecycle import Cause
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import RequestContext
@@ -44,13 +41,17 @@ class StoreStatus(IntEnum):
 class StagedBlocks(Protocol):
     """A memory that holds the blocks of a put until they are stored. A block is named by its offset in this memory."""
 
-    def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids of the block at `offset`; empty when the block's key does not come from
+    def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
+        """Return the packed token ids of each block at one of `offsets`; empty for a block whose key does not come from
         tokens.
         """
         ...
 
-    def payload_at(self, offset: int, nbytes: int) -> Segment: ...
+    def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
+        """Return the address of the payload of each block at one of `offsets`, and an object that keeps that memory
+        alive.
+        """
+        ...
 
 
 class Reserved(StagedBlocks, Protocol):
@@ -65,43 +66,6 @@ class Reserved(StagedBlocks, Protocol):
     def end(self) -> None:
         """Free the reserved slots that were not taken for a block. A second call does nothing."""
         ...
-
-
-@dataclass(slots=True)
-class StagedBlock:
-    """A block of a put, as the client described it. `position` is its place in the request, `offset` its place in
-    `staged`, and `nbytes` the size of its slot. `reserved` is set when the block is in its slot already. Once storing
-    it has begun, `token` names its row, and `outcome` is set when its copy has ended.
-    """
-
-    position: int
-    key: bytes
-    parent: bytes
-    extra: bytes
-    group: int
-    payload_bytes: int
-    staged: StagedBlocks
-    offset: int
-    nbytes: int
-    reserved: Reserved | None = None
-    token: int = -1
-    outcome: Outcome | None = None
-
-    def is_made_of(self, tokens: bytes, client: Client) -> bool:
-        """Return whether the packed token ids `tokens`, after the block's parent, hash to the block's key for `client`.
-        Return True for a block without tokens, whose key cannot be checked.
-        """
-        if not tokens:
-            return True
-        fingerprint = client.fingerprint
-        if len(tokens) != fingerprint.block_tokens * 4:
-            return False
-        key = chain(
-            client.roots[self.group] if self.parent == NO_PARENT else self.parent, tokens,
-            engine_block_tokens=fingerprint.engine_block_tokens, hash_name=fingerprint.key_hash,
-            extra=NO_EXTRA if self.extra == NO_EXTRA_FIELD else self.extra,
-        )  # fmt: skip
-        return key == self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +86,6 @@ class Offer:
     reserved: Reserved | None = None  # `staged`, where each block is in its slot already
     terms: Terms = NO_TERMS  # how long to keep the blocks
     before: Sequence[bytes] = ()
-
-    def block(self, position: int) -> StagedBlock:
-        """Return the block at `position` of the request as a StagedBlock."""
-        payload_bytes = self.payload_bytes[position]
-        return StagedBlock(
-            position, self.keys[position], self.parents[position], self.extras[position], self.group, payload_bytes,
-            self.staged, self.offsets[position], slot_bytes(payload_bytes), self.reserved,
-        )  # fmt: skip
 
 
 class PutAnswer(NamedTuple):
