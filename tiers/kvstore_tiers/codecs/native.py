@@ -15,7 +15,7 @@ from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86, process
 
 NATIVE_VARIABLE = "KVSTORED_CODECS_NATIVE"  # 0: NumPy alone
 _SOURCES = ("quantised_encode.cpp", "quantised_decode.cpp", "context_encode.cpp", "context_decode.cpp")
-_HEADERS = ("context_layout.h", "context_tables.h", "numbers.h", "quantised.h")
+_HEADERS = ("context_layout.h", "context_tables.h", "numbers.h", "quantised.h", "quantised_avx2.h")
 _FOLDER = Path(__file__).with_name("csrc")
 _WANTED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 

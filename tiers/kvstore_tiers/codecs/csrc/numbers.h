@@ -98,15 +98,19 @@ static inline Floats floats_of_chars(Chars chars) {
 }
 
 // The lowest bytes of sixteen words.
+#if defined(__AVX2__)
+static inline Octets low_octets(__m256 low, __m256 high) {
+  const __m256i lowest = _mm256_set1_epi32(255);
+  __m256i halves = _mm256_packus_epi32(_mm256_and_si256((__m256i)low, lowest), _mm256_and_si256((__m256i)high, lowest));
+  halves = _mm256_permute4x64_epi64(halves, 0xd8);
+  return (Octets)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+#endif
 static inline Octets low_octets(Floats numbers) {
 #if defined(__AVX512F__)
   return (Octets)_mm512_cvtepi32_epi8((__m512i)numbers);
 #elif defined(__AVX2__)
-  const __m256i lowest = _mm256_set1_epi32(255);
-  const __m256i low = (__m256i)low_of(numbers), high = (__m256i)high_of(numbers);
-  __m256i halves = _mm256_packus_epi32(_mm256_and_si256(low, lowest), _mm256_and_si256(high, lowest));
-  halves = _mm256_permute4x64_epi64(halves, 0xd8);
-  return (Octets)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  return low_octets(low_of(numbers), high_of(numbers));
 #else
   Words words;
   memcpy(&words, &numbers, 64);

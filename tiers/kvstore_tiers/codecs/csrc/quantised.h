@@ -47,6 +47,16 @@ inline float top_of(Floats numbers) {
 #endif
 }
 
+inline bool any(Ints lanes) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#else
+  int32_t found = 0;
+  for (int lane = 0; lane < kLanes; lane++) found |= lanes[lane];
+  return found != 0;
+#endif
+}
+
 // Heads that follow one another are one long head.
 Tensor merged(Tensor t) {
   if (t.heads == 1 || t.head_stride == t.width * t.number_bytes()) t.width *= t.heads, t.heads = 1;

@@ -1,5 +1,5 @@
 // Encodes layers for quantised.py; `quantised.h` says how.
-#include "quantised.h"
+#include "quantised_avx2.h"
 
 #include <cstdlib>
 #include <type_traits>
@@ -7,7 +7,6 @@
 namespace {
 
 constexpr float kHuge = 1e18f, kTiny = 1e-15f, kNoScale = 1e-30f;
-constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number, in its lowest bits
 
 struct Layer {
   const uint8_t* numbers;   // of the tensor in the layer: rows of channels
@@ -110,16 +109,6 @@ void find_ranges(bool by_channel, int64_t tokens, int64_t channels, int64_t size
   if (!by_channel) memset(room.top + place, 0, 64);
 }
 
-inline bool any(Ints lanes) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
-#else
-  int32_t found = 0;
-  for (int lane = 0; lane < kLanes; lane++) found |= lanes[lane];
-  return found != 0;
-#endif
-}
-
 // The scales of `count` ranges, written to `scales` and, for 4 bits, `lows`. Returns the largest number.
 template <int kType, int kBits>
 float find_scales(int64_t count, const Room& room, uint8_t* scales, uint8_t* lows, bool& is_sound) {
@@ -218,13 +207,64 @@ void quantise_channels(int64_t tokens, int64_t channels, int64_t size, int64_t f
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kMany = 2;
+
+// Quantise kChunks times sixteen channels of a group of tokens, as the function above.
+template <int kType, int kBits, bool kByChannel, bool kNear, int kChunks>
+void quantise_whole(int64_t tokens, int64_t channels, int64_t size, int64_t first, const uint8_t* from, const Room& room,
+                    uint8_t* into, Layer& layer, Floats& worst) {
+  constexpr int kBytes = Number<kType>::kBytes, kVectors = 2 * kChunks;
+  Eight<kType> by[kVectors];
+  for (int at = 0; at < kVectors; at++) {
+    by[at].squares = _mm256_loadu_ps(layer.squares + first + 8 * at);
+    by[at].errors = _mm256_loadu_ps(layer.errors + first + 8 * at);
+    if (!kByChannel) continue;
+    by[at].scale = _mm256_loadu_ps(room.scale + first + 8 * at);
+    by[at].inverse = _mm256_loadu_ps(room.inverse + first + 8 * at);
+    by[at].low = _mm256_loadu_ps(room.low + first + 8 * at);
+  }
+  const int64_t columns = (channels + size - 1) / size;
+  __m256 lost = _mm256_setzero_ps();
+  for (int64_t token = 0; token < tokens; token++, from += channels * kBytes, into += channels) {
+    for (int at = 0; at < kVectors; at += 2) {
+      const int64_t channel = first + 8 * at;
+      if (!kByChannel) {
+        const int64_t place = token * columns + (kBits == 8 ? 0 : channel / size);
+        by[at].scale = by[at + 1].scale = _mm256_set1_ps(room.scale[place]);
+        by[at].inverse = by[at + 1].inverse = _mm256_set1_ps(room.inverse[place]);
+        by[at].low = by[at + 1].low = _mm256_set1_ps(room.low[place]);
+      }
+      const uint8_t* numbers = from + channel * kBytes;
+      const __m256 low = by[at].template quantise<kBits, kNear>(Eight<kType>::load(numbers), lost);
+      const __m256 high = by[at + 1].template quantise<kBits, kNear>(Eight<kType>::load(numbers + 8 * kBytes), lost);
+      const Octets octets = low_octets(low, high);
+      memcpy(into + channel, &octets, kLanes);
+      if (at % 4 == 0) __builtin_prefetch(numbers + layer.nbytes);  // of the next layer: channels are read in strides
+    }
+  }
+  worst = most(worst, joined(lost, lost));
+  for (int at = 0; at < kVectors; at++) {
+    _mm256_storeu_ps(layer.squares + first + 8 * at, by[at].squares);
+    _mm256_storeu_ps(layer.errors + first + 8 * at, by[at].errors);
+  }
+}
+#else
+constexpr int kMany = 4;
+
+template <int kType, int kBits, bool kByChannel, bool kNear, int kChunks>
+void quantise_whole(int64_t tokens, int64_t channels, int64_t size, int64_t first, const uint8_t* from, const Room& room,
+                    uint8_t* into, Layer& layer, Floats& worst) {
+  quantise_channels<kType, kBits, kByChannel, kNear, kChunks>(tokens, channels, size, first, from, room, into, layer, worst);
+}
+#endif
+
 template <int kType, int kBits, bool kByChannel, bool kNear>
 void quantise_group(int64_t tokens, int64_t channels, int64_t size, const uint8_t* from, const Room& room, uint8_t* into,
                     Layer& layer, Floats& worst) {
-  constexpr int kMany = 4;
   int64_t first = 0;
   for (; first + kMany * kLanes <= channels; first += kMany * kLanes) {
-    quantise_channels<kType, kBits, kByChannel, kNear, kMany>(tokens, channels, size, first, from, room, into, layer, worst);
+    quantise_whole<kType, kBits, kByChannel, kNear, kMany>(tokens, channels, size, first, from, room, into, layer, worst);
   }
   for (; first < channels; first += kLanes) {
     quantise_channels<kType, kBits, kByChannel, kNear, 1>(tokens, channels, size, first, from, room, into, layer, worst);
