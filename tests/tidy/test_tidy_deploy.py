@@ -193,7 +193,7 @@ def test_the_image_holds_every_source_of_the_wheel() -> None:
 
 
 def test_the_image_has_compiled_copies_and_codecs_and_no_compiler() -> None:
-    """They are compiled by the installed code, as in the Debian package, where there is a compiler."""
+    """The installed code compiles them, as in the Debian package, where there is a compiler."""
     build, result = _stages()
     assert not build.partition(" ")[0].endswith("-slim-bookworm") and result.startswith("python:3.13-slim-bookworm")
     (shipping,) = re.findall(r"&& /opt/kvstored/bin/python -c '([^']+)'", build)

@@ -95,7 +95,7 @@ def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_pat
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S)
 def test_what_the_dockerfile_copies_makes_a_wheel_of_this_release(tmp_path: Path) -> None:
-    """Without git, and without anything that the Dockerfile does not name."""
+    """The build has neither git nor anything that the Dockerfile does not name."""
     lines = re.findall(r"^COPY (?!--)(.*) (\S+)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
     for names, place in lines:
         for name in names.split():

@@ -1,10 +1,10 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
 The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
-rate of a codec, and that of whole reads with checks and decoding, by the form of the blocks, is what three of four of
-its last runs reached: a run that lost its core now and then says nothing of the codec; where many do, the machine has
-no core to spare. Runs side by side share the time that passes, so the rate is what all threads reach together, on as
-many cores as are idle. Any thread may call.
+rate of a codec, or of whole reads with checks and decoding, by the form of the blocks, is the rate which three of four
+of its last runs reached: a run that lost its core now and then says nothing of the codec; where many do, the machine
+has no core to spare. Runs side by side share the time that passes, so the rate is what all threads reach together, on
+as many cores as are idle. Any thread may call.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Measured(Codec):
 
 
 def measure_beside(codec: Codec) -> None:
-    """Begin to measure `codec` on a thread of its own, after those that are being measured; return at once."""
+    """Begin to measure `codec` on a thread of its own, after the codecs that are being measured; return at once."""
     assert isinstance(codec, Measured)
 
     def measure() -> None:

@@ -56,8 +56,8 @@ class ListedUsers:
         self._save({name: saved.get(name, frozenset()) | now.get(name, frozenset()) for name in {*saved, *now}})
 
     def settle(self, sections: Sequence[TenantSection]) -> None:
-        """Take out of the file all users but those of `sections`, once no new block is put where the others could look.
-        Without room for it the file stays as it is, which is noted."""
+        """Remove all users who are not in `sections` from the file, once no new block is put where these users could
+        look. Without room for it the file stays as it is, which is noted."""
         try:
             self._save(_users_by_name(sections))
         except OSError as error:

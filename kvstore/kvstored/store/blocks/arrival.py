@@ -136,10 +136,8 @@ class Arrival:
             row = free.pop()
             row_keys[row] = key
             parents[row] = parent
-            kinds[row] = kind
-            depths[row] = depth
-            sizes[row] = payload_bytes
-            last[row] = now_ns
+            kinds[row], depths[row] = kind, depth
+            sizes[row], last[row] = payload_bytes, now_ns
             accesses[row] = recall(key)
             where[row] = bit
             state[row] = is_now

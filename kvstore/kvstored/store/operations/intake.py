@@ -18,9 +18,9 @@ from kvstored.store.operations.records import NO_EXTRA_FIELD, Offer
 
 @dataclass(slots=True)
 class Part:
-    """Blocks that are copied together, by the host tier's threads, each by its number in the intake: those that have
-    begun, of which `tokens` name the rows, and those of them that are copied. `images` has one block for each of
-    `copying`, `copied` their outcomes. The tokens of `false` do not hash to the key.
+    """A piece of a put whose blocks are copied together, by the host tier's threads; blocks are named by their numbers
+    in the intake. `begun` has the blocks that have begun, and `tokens` names their rows. `copying` has the blocks that
+    are copied, `images` their images, `copied` their outcomes. The tokens of the blocks `false` do not hash to the key.
     """
 
     begun: list[int] = field(default_factory=list)
@@ -33,8 +33,8 @@ class Part:
 
 
 class Intake:
-    """The blocks of one put that must be stored: those of `offer` at `positions`, in columns. The first `begun` of them
-    have begun, in `parts`. `statuses` are by position in the offer, `terms` for new blocks.
+    """The blocks of `offer` at `positions`, which one put must store, in columns. The first `begun` blocks have begun,
+    in `parts`. `statuses` are by position in the offer, `terms` for new blocks.
     """
 
     def __init__(
