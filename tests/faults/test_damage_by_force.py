@@ -87,7 +87,7 @@ async def test_a_block_that_is_taken_while_room_is_made_for_it_is_not_written(
         await go_on.wait()
         return await allocate(nbytes, tenant)
 
-    room.allocate_run, room.allocate = (lambda *wanted: []), later  # type: ignore[method-assign]
+    room.allocate_run, room.allocate = (lambda *wanted, **how: []), later  # type: ignore[method-assign]
     settled = await small.put(1, mode="always")
     del room.allocate_run  # type: ignore[method-assign]
     row = small.find(1)
