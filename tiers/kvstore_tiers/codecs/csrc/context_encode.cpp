@@ -40,13 +40,26 @@ void find_tokens(int low, const Layout& l, const uint8_t* layer, const uint16_t*
   for (int64_t token = 0; token < l.t.tokens; token++) {
     const uint16_t* numbers = row_of(l, layer, token, row);
     int32_t above = 0, found = 0;
-    for (int64_t channel = 0; channel < l.channels; channel++) {
-      const int32_t size = (numbers[channel] & 0x7fff) >> low, counts = size && levels[channel];
-      above += counts ? size - levels[channel] : 0, found += counts;
+    for (int64_t channel = 0; channel < l.channels; channel++) {  // without a branch, so that it becomes vectors
+      const int32_t size = (numbers[channel] & 0x7fff) >> low, level = levels[channel];
+      const int32_t counts = (size != 0) & (level != 0);
+      above += (size - level) & -counts, found += counts;
     }
     const int32_t half = found * kStep / 2, whole = found * kStep;
     const int32_t level = !found ? 0 : above >= 0 ? (above + half) / whole : -((half - above) / whole);
     tokens[token] = (int8_t)(level > kMostToken ? kMostToken : level < -kMostToken ? -kMostToken : level);
+  }
+}
+
+// Give the codes of a row of numbers. `turns` has the sign bit for channels whose signs are turned, `zero` is the code of
+// a number on the level of its channel.
+void find_codes(int low, int64_t channels, int32_t zero, const uint16_t* __restrict row, const uint16_t* __restrict levels,
+                const uint8_t* __restrict turns, uint8_t* __restrict codes) {
+  for (int64_t channel = 0; channel < channels; channel++) {
+    const int32_t level = levels[channel], size = (row[channel] & 0x7fff) >> low;
+    const int32_t code = size - level + (level ? zero : kZero);
+    const int32_t sign = (row[channel] >> 8 & 128) ^ turns[channel];
+    codes[channel] = (uint8_t)(code < 1 || code > 127 ? 0 : code | sign);
   }
 }
 
@@ -114,10 +127,7 @@ bool plan_tensor(int low, const Layout& l, const uint8_t* payload, int64_t layer
       counts[kTokenTable * 256 + (uint8_t)plan.tokens[layer * l.t.tokens + token]]++;
       uint8_t* codes = plan.codes + (layer * l.t.tokens + token) * l.channels;
       const uint8_t* before = token && is_split ? codes - l.channels : nothing;
-      for (int64_t channel = 0; channel < l.channels; channel++) {
-        const int32_t code = ((row[channel] & 0x7fff) >> low) - levels[channel] + (levels[channel] ? zero : kZero);
-        codes[channel] = code < 1 || code > 127 ? 0 : (uint8_t)(code | ((row[channel] >> 8 & 128) ^ turns[channel]));
-      }
+      find_codes(low, l.channels, zero, row, levels, turns, codes);
       for (int64_t channel = 0; channel < l.channels; channel++) {
         counts[firsts[channel] + (before[channel] >> 7) * 256 + codes[channel]]++;
       }
@@ -125,6 +135,21 @@ bool plan_tensor(int low, const Layout& l, const uint8_t* payload, int64_t layer
   }
   return true;
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+struct Last {  // for each set of eight lanes, its lanes in order, at the end of a row
+  uint8_t of[256][8] = {};
+  constexpr Last() {
+    for (int set = 0; set < 256; set++) {
+      int at = 8;
+      for (int lane = 7; lane >= 0; lane--) {
+        if (set >> lane & 1) of[set][--at] = (uint8_t)lane;
+      }
+    }
+  }
+};
+constexpr Last kLast;
+#endif
 
 struct Coder {  // writes words from the end of its room towards the front
   Words states;
@@ -159,6 +184,9 @@ struct Coder {  // writes words from the end of its room towards the front
     rest = _mm512_add_epi32(rest, _mm512_srli_epi32(by, 16));
     states = (Words)_mm512_mask_add_epi32((__m512i)states, lanes, _mm512_slli_epi32(whole, kScale), rest);
 #else
+#if defined(__AVX2__)
+    if (count == kLanes) return put_eight(8, firsts, before, codes), put_eight(0, firsts, before, codes);
+#endif
     for (int lane = count - 1; lane >= 0; lane--) {
       const uint32_t by = shares[firsts[lane] + (before[lane] & 128) * 2 + codes[lane]], share = by & 0xffff;
       uint32_t state = states[lane];
@@ -169,6 +197,40 @@ struct Coder {  // writes words from the end of its room towards the front
     }
 #endif
   }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Put the codes of the eight lanes from `lane` on, as `put` does.
+  __attribute__((always_inline)) inline void put_eight(int lane, const uint32_t* firsts, const uint8_t* before, const uint8_t* codes) {
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + lane)));
+    const __m256i sign = _mm256_and_si256(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(before + lane))), _mm256_set1_epi32(128));
+    const __m256i table = _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(firsts + lane)), _mm256_slli_epi32(sign, 1));
+    const __m256i by = _mm256_i32gather_epi32((const int*)shares, _mm256_add_epi32(table, code), 4);
+    const __m256i lowest = _mm256_set1_epi32(0xffff), share = _mm256_and_si256(by, lowest);
+    __m256i state;
+    memcpy(&state, (const uint8_t*)&states + lane * 4, 32);
+    const __m256i is_short = _mm256_cmpgt_epi32(share, _mm256_srli_epi32(state, 32 - kScale));
+    const int full = ~_mm256_movemask_ps((__m256)is_short) & 255;
+    const __m256i last = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)kLast.of[full]));
+    const __m256i words = _mm256_and_si256(_mm256_permutevar8x32_epi32(state, last), lowest);
+    // The words that count are the last ones; the next ones are written over the others.
+    _mm_storeu_si128((__m128i*)(at - 8), _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    at -= __builtin_popcount(full);
+    state = _mm256_srlv_epi32(state, _mm256_andnot_si256(is_short, _mm256_set1_epi32(16)));
+    // A quotient is below 2^21, so that floats have it to within one.
+    const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(state, 16)), low = _mm256_cvtepi32_ps(_mm256_and_si256(state, lowest));
+    const __m256 number = _mm256_fmadd_ps(high, _mm256_set1_ps(65536), low);
+    __m256i whole = _mm256_cvttps_epi32(_mm256_div_ps(number, _mm256_cvtepi32_ps(share)));
+    __m256i rest = _mm256_sub_epi32(state, _mm256_mullo_epi32(whole, share));
+    const __m256i is_less = _mm256_srai_epi32(rest, 31);
+    whole = _mm256_add_epi32(whole, is_less), rest = _mm256_add_epi32(rest, _mm256_and_si256(is_less, share));
+    const __m256i is_within = _mm256_cmpgt_epi32(share, rest);
+    whole = _mm256_add_epi32(whole, _mm256_andnot_si256(is_within, _mm256_set1_epi32(1)));
+    rest = _mm256_sub_epi32(rest, _mm256_andnot_si256(is_within, share));
+    rest = _mm256_add_epi32(rest, _mm256_srli_epi32(by, 16));
+    state = _mm256_add_epi32(_mm256_slli_epi32(whole, kScale), rest);
+    memcpy((uint8_t*)&states + lane * 4, &state, 32);
+  }
+#endif
 
   // Put a row of `count` codes, all with one table.
   void put_all(int64_t count, int table, const uint8_t* codes) {

@@ -15,7 +15,7 @@ typedef int8_t Chars __attribute__((vector_size(16)));
 constexpr int kLanes = 16;
 enum Type { kF16 = 1, kBF16 = 2, kF32 = 3 };  // as in shapes.py
 
-#if defined(__AVX2__) && !defined(__AVX512F__)  // by shuffles: a copy through memory would wait for its own stores
+#if defined(__AVX2__)  // by shuffles: a copy through memory would wait for its own stores
 typedef float HalfFloats __attribute__((vector_size(32)));
 static inline __m256 low_of(Floats a) { return (__m256)__builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7); }
 static inline __m256 high_of(Floats a) { return (__m256)__builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15); }
@@ -74,9 +74,19 @@ static inline Words words_of(const uint8_t* from) {  // 16 unsigned numbers of 1
 #endif
 }
 
-static inline void put_halves(uint8_t* to, Words words) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)words));
+static inline __m256i halves_of(Words words) { return _mm512_cvtepi32_epi16((__m512i)words); }
+#elif defined(__AVX2__)
+static inline __m256i halves_of(Words words) {  // of words below 65,536
+  Floats bits;
+  memcpy(&bits, &words, 64);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low_of(bits), (__m256i)high_of(bits)), 0xd8);
+}
+#endif
+
+static inline void put_halves(uint8_t* to, Words words) {
+#if defined(__AVX2__)
+  _mm256_storeu_si256((__m256i*)to, halves_of(words));
 #else
   Halves halves = __builtin_convertvector(words, Halves);
   memcpy(to, &halves, 32);
@@ -185,25 +195,37 @@ struct Number {
     return found;
   }
 
+  static inline Words words_of_bfloats(Floats numbers) {
+    Words words;
+    memcpy(&words, &numbers, 64);
+    return (words + 0x7fffu + (words >> 16 & 1u)) >> 16;
+  }
+
+#if defined(__AVX2__)
+  // Numbers of 16 bits as `store` leaves them, made in registers: a load of two stores would wait for both.
+  static inline __m256i halves(Floats numbers) {
+    if constexpr (kType == kBF16) return halves_of(words_of_bfloats(numbers));
+#if defined(__AVX512F__)
+    return _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return _mm256_set_m128i(_mm256_cvtps_ph(high_of(numbers), 0), _mm256_cvtps_ph(low_of(numbers), 0));
+#endif
+  }
+#endif
+
   // Finite numbers that are not above kMost.
   static inline void store(uint8_t* to, Floats numbers) {
     if constexpr (kType == kF32) {
       memcpy(to, &numbers, 64);
     } else if constexpr (kType == kBF16) {
-      Words words;
-      memcpy(&words, &numbers, 64);
-      words = (words + 0x7fffu + (words >> 16 & 1u)) >> 16;
-      put_halves(to, words);
+      put_halves(to, words_of_bfloats(numbers));
     } else {
-#if defined(__AVX512F__)
-      _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
-      _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(low_of(numbers), 0));
-      _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(high_of(numbers), 0));
+#if defined(__AVX2__)
+      _mm256_storeu_si256((__m256i*)to, halves(numbers));
 #else
-      uint16_t halves[kLanes];
-      for (int lane = 0; lane < kLanes; lane++) halves[lane] = half_of_float(numbers[lane]);
-      memcpy(to, halves, 32);
+      uint16_t each[kLanes];
+      for (int lane = 0; lane < kLanes; lane++) each[lane] = half_of_float(numbers[lane]);
+      memcpy(to, each, 32);
 #endif
     }
   }
@@ -211,10 +233,11 @@ struct Number {
   // Store past the caches, so that the memory is not read first; `fence` follows. `to` is a multiple of kPast.
   static inline void store_past(uint8_t* to, Floats numbers) {
 #if defined(__AVX2__)
-    uint8_t room[64];
-    store(room, numbers);
-    for (int at = 0; at < kLanes * kBytes; at += kPast) {
-      _mm256_stream_si256((__m256i*)(to + at), _mm256_loadu_si256((const __m256i*)(room + at)));
+    if constexpr (kType == kF32) {
+      _mm256_stream_si256((__m256i*)to, (__m256i)low_of(numbers));
+      _mm256_stream_si256((__m256i*)(to + kPast), (__m256i)high_of(numbers));
+    } else {
+      _mm256_stream_si256((__m256i*)to, halves(numbers));
     }
 #else
     store(to, numbers);
