@@ -4,7 +4,8 @@ The rate of a medium is bytes over the time during which anything was read, so o
 rate of a codec, or of whole reads with checks and decoding, by the form of the blocks, is the rate which three of four
 of its last runs reached: a run that lost its core now and then says nothing of the codec; where many do, the machine
 has no core to spare. Runs side by side share the time that passes, so the rate is what all threads reach together, on
-as many cores as are idle. Any thread may call.
+as many cores as are idle; runs of one thread alone do not say it, and count where there are no others. Any thread may
+call.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ MEMORY_BYTES = 64 << 20
 FEWEST_BYTES = 1 << 20  # before them a rate is not known
 RUNS, FEWEST_RUNS = 31, 5
 FEWEST_SERVED, RECENT_S = 12, 60.0  # of whole reads
+SIDE_BY_SIDE = 1.5  # runs at a time, from which a run was not alone
 
 
 class BusyRate:
@@ -109,8 +111,16 @@ class SteadyRate:
         `RECENT_S`."""
         return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
 
+    @property
+    def runs_at_a_time(self) -> float:
+        """Return the number of runs that were under way at a time, on average; 0 before the first one."""
+        pace = tuple(self._pace)
+        return sum(whole / share for share, whole in pace) / len(pace) if pace else 0.0
+
     def _reached(self, which: int) -> float:
-        pace = sorted(each[which] for each in tuple(self._pace))
+        runs = tuple(self._pace)
+        together = [each for each in runs if each[1] >= SIDE_BY_SIDE * each[0]]
+        pace = sorted(each[which] for each in (together if len(together) >= self._fewest else runs))
         return 1 / pace[len(pace) * 3 // 4] if len(pace) >= self._fewest else 0.0
 
 
@@ -126,6 +136,7 @@ class CodecRates:
         self.served: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds, FEWEST_SERVED))
         self.threads = 1
         self._shrunk: dict[int, tuple[float, float]] = {}
+        self._guessed: dict[int, float] = {}
 
     @property
     def codecs(self) -> list[int]:
@@ -142,4 +153,8 @@ class CodecRates:
     def ratio(self, codec: int) -> float:
         """Return the bytes of payloads for one stored byte; 1 while it is not known."""
         payload, stored = self._shrunk.get(codec, (0.0, 0.0))
-        return payload / stored if stored else 1.0
+        return payload / stored if stored else self._guessed.get(codec, 1.0)
+
+    def guess_ratio(self, codec: int, payload_bytes: int, stored_bytes: int) -> None:
+        """Note that a made-up payload became `stored_bytes`, which counts until a real one was encoded."""
+        self._guessed[codec] = payload_bytes / stored_bytes

@@ -12,7 +12,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, BusyRate, CodecRates, SteadyRate
 from kvstore_tiers.codecs import Codec, Encoded
 from kvstore_tiers.codecs.measured import Measured
-from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, CodecChoice, read_s
+from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, TRY_AGAIN_S, CodecChoice, read_s
 
 BLOCK_BYTES, GB = 1_474_560, 1e9
 
@@ -110,6 +110,24 @@ def test_a_codec_pays_where_threads_decode_side_by_side() -> None:
     assert choice_of(rates, blocks=1).choose(BLOCK_BYTES, takes_lossy=False) is None, "one thread decodes a block"
 
 
+def test_a_block_among_others_of_another_form_says_neither_what_threads_nor_what_gets_reach() -> None:
+    rates = rates_of(1, {}, {EXACT: 1.5})
+    choice, hand = choice_of(rates), rates.medium._seconds
+    assert isinstance(hand, Hand)
+    decoding, coded, plain = rates.decoding[EXACT.number], rates.served[EXACT.number], rates.served[0]
+    for _ in range(FEWEST_RUNS):
+        with decoding.work(BLOCK_BYTES), decoding.work(BLOCK_BYTES):
+            hand.now_s += BLOCK_BYTES / (1.6 * GB) * 2
+    for _ in range(RUNS - 2 * FEWEST_RUNS):
+        with plain.work(BLOCK_BYTES), plain.work(BLOCK_BYTES), plain.work(BLOCK_BYTES), coded.work(BLOCK_BYTES):
+            hand.now_s += BLOCK_BYTES / (0.9 * GB) * 4
+            with decoding.work(BLOCK_BYTES):
+                hand.now_s += BLOCK_BYTES / (0.8 * GB)
+    assert decoding.bytes_per_s == pytest.approx(1.6 * GB)
+    assert coded.recent_bytes_per_s < plain.recent_bytes_per_s / 2
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+
 def choice_of(rates: CodecRates, blocks: float = 8) -> CodecChoice:
     return CodecChoice([LOSSY, EXACT], rates, lambda nbytes: blocks, lambda codec: None, Hand())
 
@@ -153,6 +171,30 @@ def test_a_lossy_codec_is_for_blocks_that_take_it() -> None:
     choice = choice_of(rates_of(1, {LOSSY: 26, EXACT: 3.2}, {LOSSY: 1.96, EXACT: 1.16}))
     assert choice.choose(BLOCK_BYTES, takes_lossy=True) is LOSSY
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+
+def test_one_block_of_each_size_is_tried_and_says_what_the_codec_makes_of_a_model() -> None:
+    rates = rates_of(1, {EXACT: 3.2}, {})
+    rates.guess_ratio(EXACT.number, 1030, 1000)
+    hand = Hand()
+    choice = CodecChoice([LOSSY, EXACT], rates, lambda nbytes: 8, lambda codec: None, hand)
+
+    def tried(nbytes: int = BLOCK_BYTES, takes_lossy: bool = False) -> Codec | None:
+        return choice.choose_to_try(nbytes, takes_lossy=takes_lossy)
+
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None, "a made-up block gains too little"
+    assert tried(takes_lossy=True) is EXACT, "the rate of the other is not known"
+    assert tried() is None and tried(2 * BLOCK_BYTES) is EXACT
+    rates.shrank(EXACT.number, 1500, 1000)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+    hand.now_s += TRY_AGAIN_S
+    assert tried() is EXACT, "the model may be another"
+
+
+def test_a_lossy_codec_is_tried_on_blocks_that_take_it() -> None:
+    choice = choice_of(rates_of(1, {LOSSY: 26}, {}))
+    assert choice.choose_to_try(BLOCK_BYTES, takes_lossy=False) is None
+    assert choice.choose_to_try(BLOCK_BYTES, takes_lossy=True) is LOSSY
 
 
 def test_codecs_are_measured_at_the_start_and_from_time_to_time() -> None:

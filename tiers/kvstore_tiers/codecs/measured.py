@@ -61,7 +61,7 @@ class Measured(Codec):
             encoded = self.encode(header, shape, payload.data, target)
             if not encoded.nbytes:
                 return
-        self._rates.shrank(self.number, payload.nbytes, encoded.nbytes)
+        self._rates.guess_ratio(self.number, payload.nbytes, encoded.nbytes)
 
         def decode(number: int) -> None:
             back = np.empty_like(payload)

@@ -4,8 +4,9 @@ A get reads blocks one behind the other, and blocks are decoded, by several thre
 codec pays when reading fewer bytes and decoding them, the slower of both for each block and the other once, takes less
 time than reading the payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time
 to time, and by the blocks that pass, of all threads together. A core that other work takes makes a codec slower, and so
-counts; where whole reads of both forms were measured lately, they alone decide. The module decides; `staging.py` does
-the work. Invariant: without a measured rate of the medium no codec is chosen.
+counts; where whole reads of both forms were measured lately, they alone decide. What a codec makes of a model's blocks
+only those can tell: one block of each size is a trial. The module decides; `staging.py` does the work. Invariant:
+without a measured rate of the medium no codec is chosen for its gain.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codec_rates import SIDE_BY_SIDE, CodecRates, SteadyRate
 from kvstore_tiers.codecs import CODECS, Codec, codec_named
 
 AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
 WORTHWHILE = 1.04  # less gain is within what measuring misses
-MEASURE_AGAIN_S = 10.0
+MEASURE_AGAIN_S, TRY_AGAIN_S = 10.0, 60.0
 
 
 def auto_codecs() -> list[Codec]:
@@ -40,6 +41,13 @@ def read_s(
     return max(blocks * reading_s, reading_s + (blocks - 1) * decoding_s) + one_s
 
 
+def _are_alike(first: SteadyRate, second: SteadyRate) -> bool:
+    """Return whether about as many runs of `first` as of `second` were under way at a time: a block among many of
+    another form waits for those."""
+    few, many = sorted((first.runs_at_a_time, second.runs_at_a_time))
+    return few * SIDE_BY_SIDE >= many
+
+
 class CodecChoice:
     """Chooses among `codecs` by `rates`. `blocks_a_get()` returns how many blocks a request reads, on average.
     `measure(codec)` begins to measure a codec, and returns at once; `seconds()` is the time."""
@@ -55,6 +63,7 @@ class CodecChoice:
         self._codecs, self._rates, self._blocks_a_get = codecs, rates, blocks_a_get
         self._measure, self._seconds = measure, seconds
         self._measured_s: dict[int, float] = {}
+        self._tried_s: dict[tuple[int, int], float] = {}
 
     def choose(self, payload_bytes: int, *, takes_lossy: bool) -> Codec | None:
         """Return the codec with the largest gain for a payload, None if none is worthwhile."""
@@ -68,11 +77,24 @@ class CodecChoice:
                 best, most = codec, gain
         return best
 
+    def choose_to_try(self, payload_bytes: int, *, takes_lossy: bool) -> Codec | None:
+        """Return a codec that was not tried lately on a payload of this size, None if there is none: its ratio may be
+        another than a made-up block has. Codecs whose rate is not measured yet are not tried."""
+        now_s = self._seconds()
+        for codec in self._codecs:
+            tried_s = self._tried_s.get((codec.number, payload_bytes), -math.inf)
+            if now_s - tried_s < TRY_AGAIN_S or (codec.is_lossy and not takes_lossy):
+                continue
+            if self._rates.decoding[codec.number].bytes_per_s:
+                self._tried_s[codec.number, payload_bytes] = now_s
+                return codec
+        return None
+
     def gain(self, codec: Codec, payload_bytes: int) -> float:
         """Return how many times faster gets of such payloads are under `codec`; 0 while that is not known."""
-        coded, plain = (self._rates.served[number].recent_bytes_per_s for number in (codec.number, 0))
-        if coded and plain:
-            return coded / plain
+        coded, plain = (self._rates.served[number] for number in (codec.number, 0))
+        if coded.recent_bytes_per_s and plain.recent_bytes_per_s and _are_alike(coded, plain):
+            return coded.recent_bytes_per_s / plain.recent_bytes_per_s
         medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number]
         together, alone, ratio = decoding.bytes_per_s, decoding.bytes_per_s_alone, self._rates.ratio(codec.number)
         if not medium or not together or not payload_bytes:

@@ -110,6 +110,7 @@ class CodecStaging:
         """Return the codec for a block, None when it is stored as it is."""
         if self._choice is not None:
             codec = self._choice.choose(payload_bytes, takes_lossy=takes_lossy)
+            codec = codec or self._choice.choose_to_try(payload_bytes, takes_lossy=takes_lossy)
             if codec is None:
                 self._counters.add("refused_coding_blocks")
             return codec
