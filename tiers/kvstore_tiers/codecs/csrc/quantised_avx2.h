@@ -40,6 +40,26 @@ struct Eight {
     worst = _mm256_max_ps(worst, _mm256_and_ps(error, (__m256)_mm256_set1_epi32(0x7fffffff)));
     return shifted;
   }
+
+  static inline __m256 floats_of(__m128i octets) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(octets)); }
+
+  // Store sixteen numbers, past the caches where that is wanted: `to` is then a multiple of kPast.
+  template <bool kIsPast>
+  static inline void put(uint8_t* to, __m256 low, __m256 high) {
+    if constexpr (kType == kF32) {
+      put<kIsPast>(to, (__m256i)low), put<kIsPast>(to + 32, (__m256i)high);
+    } else if constexpr (kType == kF16) {
+      put<kIsPast>(to, _mm256_set_m128i(_mm256_cvtps_ph(high, 0), _mm256_cvtps_ph(low, 0)));
+    } else {
+      const __m256i first = (__m256i)rounded_to(low), second = (__m256i)rounded_to(high);
+      const __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16));
+      put<kIsPast>(to, _mm256_permute4x64_epi64(words, 0xd8));
+    }
+  }
+  template <bool kIsPast>
+  static inline void put(uint8_t* to, __m256i octets) {
+    kIsPast ? _mm256_stream_si256((__m256i*)to, octets) : _mm256_storeu_si256((__m256i*)to, octets);
+  }
 };
 #endif
 

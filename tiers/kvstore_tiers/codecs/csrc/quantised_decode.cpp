@@ -1,5 +1,5 @@
 // Decodes layers for quantised.py; `quantised.h` says how.
-#include "quantised.h"
+#include "quantised_avx2.h"
 
 #include <cstdlib>
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kLarge = 1 << 20;  // what a cache next to a core would not hold
 
-void unpack(const uint8_t* from, int64_t count, uint8_t* small) {
+void unpack(const uint8_t* __restrict from, int64_t count, uint8_t* __restrict small) {
   for (int64_t at = 0; at < count / 2; at++) {
     small[2 * at] = from[at] & 15;
     small[2 * at + 1] = from[at] >> 4;
@@ -31,6 +31,30 @@ inline void put(uint8_t* to, Floats numbers) {
   kIsPast ? Number<kType>::store_past(to, numbers) : Number<kType>::store(to, numbers);
 }
 
+// Decode `count` numbers of a row, sixteen at a time, none of which may be too large. Either each has its scale, or
+// `one` is for all.
+template <int kType, int kBits, bool kIsPast>
+inline void decode_row(int64_t count, const uint8_t* octets, const float* scale, const float* low, const float* one, uint8_t* to) {
+  for (int64_t at = 0; at < count; at += kLanes) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i chars = _mm_loadu_si128((const __m128i*)(octets + at));
+    __m256 first = Eight<kType>::floats_of(chars), second = Eight<kType>::floats_of(_mm_srli_si128(chars, 8));
+    first *= one ? _mm256_set1_ps(*one) : _mm256_loadu_ps(scale + at);
+    second *= one ? _mm256_set1_ps(*one) : _mm256_loadu_ps(scale + at + 8);
+    if (kBits == 4) first += _mm256_loadu_ps(low + at), second += _mm256_loadu_ps(low + at + 8);
+    Eight<kType>::template put<kIsPast>(to + at * Number<kType>::kBytes, first, second);
+#else
+    if (one) {
+      Chars chars;
+      memcpy(&chars, octets + at, kLanes);
+      put<kType, kIsPast>(to + at * Number<kType>::kBytes, floats_of_chars(chars) * splat(*one));
+    } else {
+      put<kType, kIsPast>(to + at * Number<kType>::kBytes, number_of<kBits>(octets + at, scale + at, low + at));
+    }
+#endif
+  }
+}
+
 template <int kType, int kBits, bool kIsPast>
 void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
   constexpr int kBytes = Number<kType>::kBytes;
@@ -38,7 +62,7 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
   const int64_t channels = t.heads * t.width, group = kBits == 8 ? 64 : 32;
   const uint8_t* from = coded + places.numbers_at(kBits);
   float *scale = rows, *low = rows + channels + kLanes;
-  Floats one_scale = splat(0);  // of all numbers of a token
+  float one_scale = 0;  // of all numbers of a token
   const bool has_one = kBits == 8 && t.kind != 1;
   bool is_far = false;  // whether a number may be too large for its type
   for (int64_t token = 0; token < t.tokens; token++, from += places.row_bytes) {
@@ -62,7 +86,7 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
         is_far = (is_far && column) || !(one * 256 < kFar * Number<kType>::kMost && lowest < kFar * Number<kType>::kMost &&
                                          lowest > -kFar * Number<kType>::kMost && one >= 0);
         const int64_t last = (column + 1) * size < channels ? (column + 1) * size : channels;
-        if (kBits == 8 && column == 0) one_scale = splat(one);
+        if (kBits == 8 && column == 0) one_scale = one;
         for (int64_t channel = column * size; channel < last && kBits == 4; channel++) scale[channel] = one;
         for (int64_t channel = column * size; channel < last && kBits == 4; channel++) low[channel] = lowest;
       }
@@ -76,18 +100,11 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
       const uint8_t* octets = row + head * t.width;
       const int64_t whole = t.width / kLanes * kLanes;
       if (has_one && (is_far || whole < t.width)) {
-        for (int64_t channel = 0; channel < t.width; channel++) scale[head * t.width + channel] = one_scale[0];
+        for (int64_t channel = 0; channel < t.width; channel++) scale[head * t.width + channel] = one_scale;
       }
-      if (has_one && !is_far) {
-        for (int64_t at = 0; at < whole; at += kLanes) {
-          Chars chars;
-          memcpy(&chars, octets + at, kLanes);
-          put<kType, kIsPast>(to + at * kBytes, floats_of_chars(chars) * one_scale);
-        }
-      } else if (!is_far) {
-        for (int64_t at = 0; at < whole; at += kLanes) {
-          put<kType, kIsPast>(to + at * kBytes, number_of<kBits>(octets + at, by + at, plus + at));
-        }
+      if (!is_far) {
+        has_one ? decode_row<kType, kBits, kIsPast>(whole, octets, by, plus, &one_scale, to)
+                : decode_row<kType, kBits, kIsPast>(whole, octets, by, plus, nullptr, to);
       } else {
         for (int64_t at = 0; at < whole; at += kLanes) {
           const Floats x = number_of<kBits>(octets + at, by + at, plus + at);
