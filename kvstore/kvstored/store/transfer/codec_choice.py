@@ -92,9 +92,10 @@ class CodecChoice:
 
     def gain(self, codec: Codec, payload_bytes: int) -> float:
         """Return how many times faster gets of such payloads are under `codec`; 0 while that is not known."""
-        coded, plain = (self._rates.served[number] for number in (codec.number, 0))
-        if coded.recent_bytes_per_s and plain.recent_bytes_per_s and _are_alike(coded, plain):
-            return coded.recent_bytes_per_s / plain.recent_bytes_per_s
+        served = self._rates.served[codec.number], self._rates.served[0]
+        coded, plain = (each.recent_bytes_per_s for each in served)
+        if coded and plain and _are_alike(*served):
+            return coded / plain
         medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number]
         together, alone, ratio = decoding.bytes_per_s, decoding.bytes_per_s_alone, self._rates.ratio(codec.number)
         if not medium or not together or not payload_bytes:
