@@ -43,7 +43,7 @@ def _parser() -> Parser:
         prog="kvstored", description="Tiered KV-cache storage daemon for LLM inference nodes.", epilog=EXAMPLES
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
     for add in (add_serve, add_check, add_inspect, add_config):
         add(commands)
     import_module(_SIMULATOR).add_commands(commands)  # it stands above the daemon, which must not import it
