@@ -243,8 +243,8 @@ class UnaryListeners:
         return server
 
 
-class Reflection(grpc.GenericRpcHandler):
-    """Server reflection: it says which services there are to a client that asks."""
+class Reflection(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """A handler of gRPC that tells a client which services there are, by server reflection."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return what answers the call that `handler_call_details` name, or None if it asks for something else."""
