@@ -25,7 +25,7 @@ _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
 _STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
-_LAST_STATE = max(RecordState)
+_LAST_STATE = int(max(RecordState))
 _CODEC_MASK, _CODEC_UP, _LENGTH_MASK = np.uint64(0xFFFF0000), np.uint64(CODEC_SHIFT - 16), np.uint64(STORED_MASK)
 
 Array = npt.NDArray[Any]
