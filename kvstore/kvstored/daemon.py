@@ -46,7 +46,6 @@ from kvstored.clients.tenants.tokens import load_tokens
 from kvstored.clients.weights import WeightVersions
 from kvstored.clock import Clock
 from kvstored.config import Config
-from kvstored.events.opening import open_events
 from kvstored.health.integrity import Integrity
 from kvstored.health.maintenance import Maintenance
 from kvstored.lifetime.instance import (
@@ -67,7 +66,6 @@ from kvstored.rpc.health import HealthService
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.unary import SERVICE
 from kvstored.rpc.verbs import Verbs
-from kvstored.rpc.verbs.recorded import recorded, tokens_of
 from kvstored.socket_files import SocketFiles
 from kvstored.sockets import SocketError, prepare_directory
 from kvstored.state.process import StateProcess
@@ -253,6 +251,8 @@ def make_services(
     catalogue = ObjectCatalogue(storage.saver.orders, clock)
     verbs = Verbs(store, operations, misses, explain.own, weights.bump, catalogue.answer)
     if config.daemon.record is not None:
+        from kvstored.rpc.verbs.recorded import recorded, tokens_of  # only where it is asked for
+
         said = (partial(tokens_of, store, tenants.encrypts),) if config.daemon.record_tokens else ()
         hides_keys = tenants.data_keys is not None
         verbs = recorded(verbs, config.daemon.record, clock, stack, *said, hides_keys=hides_keys)
@@ -262,7 +262,10 @@ def make_services(
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)
-    open_events(config.events, config.daemon.state_dir, tenants, store, stack)
+    if config.events.listen:
+        from kvstored.events.opening import open_events
+
+        open_events(config.events, config.daemon.state_dir, tenants, store, stack)
     shares.set_all()
     reception = Reception(store, sessions, ArenaGrants(store), indexes, streams, former)
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)

@@ -87,7 +87,7 @@ class HazardTables:
         self._epoch = 1
         self._features: list[Features] = []  # by cell
         self._free: list[int] = []
-        self._used_in: Ints = np.zeros(_CELLS_MAX, dtype=np.int64)  # by cell: the last epoch in which a chain was of it
+        self._used_in: Ints = untouched(_CELLS_MAX).view(np.int64)  # by cell: the last epoch in which a chain was of it
         self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
         self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
@@ -98,7 +98,7 @@ class HazardTables:
         self._estimates = untouched(_CELLS_MAX, len(ladders), BINS)
         self._mixed = untouched(_CELLS_MAX, BINS)  # of all ladders, before what a hint adds
         self._ranks = untouched(_CELLS_MAX, BINS)
-        self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
+        self._hints: Ints = untouched(2, _CELLS_MAX).view(np.int64)  # chance and next step
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
@@ -231,8 +231,8 @@ class HazardTables:
     def _node(self, number: int, path: tuple[int, ...]) -> int:
         node = self._nodes.get((number, path))
         if node is None:
-            self._names.append((number, path))
-            node = self._nodes[number, path] = len(self._names)
+            self._names.append(name := (number, path))
+            node = self._nodes[name] = len(self._names)
         if node >= len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         return node

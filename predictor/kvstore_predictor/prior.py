@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,27 +36,31 @@ def shipped() -> tuple[Prior, ...]:
     return none; every table then starts empty.
     """
     try:
-        text = resources.files("kvstore_predictor").joinpath(FILE).read_text()
+        text = Path(__file__).with_name(FILE).read_text()
     except FileNotFoundError:
         return ()
-    return read(json.loads(text))
+    return read(text)
 
 
-def read(model: dict[str, Any]) -> tuple[Prior, ...]:
-    """Return the priors in `model`, the parsed JSON of a model file. Raises ValueError for a model that was made for
-    other age bins.
+def read(text: str) -> tuple[Prior, ...]:
+    """Return the priors in `text`, the JSON of a model file. Raises ValueError for a model that was made for other age
+    bins.
     """
+    model = json.loads(text, object_hook=_packed)  # each table at its end: no lists of all numbers
     if model.get("format") != FORMAT or not np.allclose(model["edges_s"], EDGES_S, atol=0.01):
         raise ValueError("the model of chain-hazard was made for another version: refit it")
-    found = []
-    for table in model["tables"]:
-        counts = {}
-        for path, exposed, events in table["counts"]:
-            seen = np.zeros((2, BINS))
-            seen[0, : len(exposed)], seen[1, : len(events)] = exposed, events
-            counts[tuple(path)] = seen
-        found.append(Prior(table["workload"], tuple(table["order"]), counts))
-    return tuple(found)
+    return tuple(model["tables"])
+
+
+def _packed(part: dict[str, Any]) -> dict[str, Any] | Prior:
+    """Return the prior in `part` of a model, or what else is there as it is."""
+    if "counts" not in part:
+        return part
+    seen = np.zeros((len(part["counts"]), 2, BINS), np.float32)  # kept: less than an array a path
+    for at, (_, exposed, events) in enumerate(part["counts"]):
+        seen[at, 0, : len(exposed)], seen[at, 1, : len(events)] = exposed, events
+    paths = (tuple(path) for path, _, _ in part["counts"])
+    return Prior(part["workload"], tuple(part["order"]), dict(zip(paths, seen, strict=True)))
 
 
 def write(card: dict[str, Any], priors: list[Prior], *, least: float) -> str:

@@ -7,7 +7,6 @@ names the file, even if the system call that failed knew only a descriptor.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
@@ -37,6 +36,8 @@ def replaced_file(
     temporary = path.with_name(path.name + BESIDE)
     try:
         if is_shared:
+            import tempfile  # it loads much that a start needs for nothing else
+
             descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=BESIDE, dir=path.parent)
             temporary = Path(name)
         else:

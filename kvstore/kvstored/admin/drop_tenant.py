@@ -15,7 +15,6 @@ from kvstore_proto.arena import SEALED
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstore_tiers.nvme.inspect import Inspector
 from kvstore_tiers.nvme.layout import key_number
 from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.handshake import HandshakeServer
@@ -103,6 +102,8 @@ class DropTenant:
     def _look(self, path: Path, digest: bytes) -> tuple[int, int]:
         """Read the header of every slot. Return their number, and how many hold a block of the tenant that is in clear
         or that a key opens."""
+        from kvstore_tiers.nvme.inspect import Inspector
+
         slots = readable = 0
         keys = self._tenants.data_keys
         for _, _, header in Inspector(path).headers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from kvstore_console.command_line import Parser, parse, run_program
@@ -34,17 +35,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    arguments = parse(_parser(), argv)
+    arguments = parse(_parser(sys.argv[1:] if argv is None else argv), argv)
     return int(arguments.run(arguments))
 
 
-def _parser() -> Parser:
+def _parser(argv: list[str]) -> Parser:
+    """Return the parser of all commands; of `serve` alone if `argv` begins with it, so that a daemon starts sooner."""
     parser = Parser(
         prog="kvstored", description="Tiered KV-cache storage daemon for LLM inference nodes.", epilog=EXAMPLES
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_serve, add_check, add_inspect, add_config):
-        add(commands)
-    import_module(_SIMULATOR).add_commands(commands)  # it stands above the daemon, which must not import it
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
+    add_serve(commands)
+    if argv[:1] != ["serve"]:
+        for add in (add_check, add_inspect, add_config):
+            add(commands)
+        import_module(_SIMULATOR).add_commands(commands)  # it stands above the daemon, which must not import it
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 
 from kvstore_console.command_line import Commands
@@ -63,6 +64,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     import gc
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can read the configuration again
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start a thread a core, for work that is not done
     gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
     from kvstored.config import ConfigError, load_config
     from kvstored.log_setup import set_up_logging

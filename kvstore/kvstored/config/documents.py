@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ DEFAULT_ORIGIN = "default"
 
 
 def reference_text() -> str:
-    return resources.files("kvstored.config").joinpath("reference.toml").read_text()
+    return Path(__file__).with_name("reference.toml").read_text()
 
 
 def read_reference() -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 
 
@@ -25,6 +24,8 @@ def one_of(name: str, value: str, known: Collection[str]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
+    import difflib  # only for a mistake
+
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"

@@ -55,9 +55,7 @@ class TopicNames:
 def open_events(
     section: EventsSection, state_dir: Path, tenants: TenantDirectory, store: Store, stack: AsyncExitStack
 ) -> None:
-    """Start to publish KV events if the configuration says so; `stack` ends it. Raises PublisherError."""
-    if not section.listen:
-        return
+    """Start to publish KV events as `section` says; `stack` ends it. Raises PublisherError."""
     missing = [name for name, module in (("pyzmq", "zmq"), ("msgspec", "msgspec")) if not _is_there(module)]
     if missing:
         raise PublisherError(

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import stat
 from pathlib import Path
 
@@ -122,6 +121,8 @@ class FreshDirectories:
     def remove(self) -> None:
         """Remove those `paths` that did not exist when this object was made, with their content, and the new
         directories above them if they are empty."""
+        import shutil
+
         for path in self._missing:
             shutil.rmtree(path, ignore_errors=True)
         for above in sorted(self._above, key=lambda path: -len(path.parts)):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.trace import HEADER, from_header
@@ -44,6 +43,7 @@ from kvstored.telemetry.spans import CURRENT
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 CALLS_BESIDE = 16  # health checks and reflection, which unary.calls does not count
@@ -239,8 +239,24 @@ class UnaryListeners:
         )
         unary_pb2_grpc.add_KVStoreUnaryServicer_to_server(self.make_service(callers), server)
         self.health.serve_on(server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE, reflection.SERVICE_NAME), server)
+        server.add_generic_rpc_handlers((Reflection(),))
         return server
+
+
+class Reflection(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """A handler of gRPC that tells a client which services there are, by server reflection."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """Return what answers the call that `handler_call_details` name, or None if it asks for something else."""
+        if handler_call_details.method != f"/{REFLECTION}/ServerReflectionInfo":
+            return None
+        from grpc_reflection.v1alpha import reflection, reflection_pb2  # a megabyte, only where it is asked for
+
+        return grpc.stream_stream_rpc_method_handler(
+            reflection.aio.ReflectionServicer((SERVICE, health.SERVICE, REFLECTION)).ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:

@@ -14,7 +14,6 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codec_rates import FEWEST_RUNS, CodecRates
 from kvstore_tiers.codecs import Codec, CodingError, Encoded
-from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
 from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
 
@@ -79,6 +78,8 @@ def measure_beside(codec: Codec) -> None:
     assert isinstance(codec, Measured)
 
     def measure() -> None:
+        from kvstore_tiers.codecs.native import wait_for_library  # a daemon without codecs needs no compiler
+
         wait_for_library()  # what a codec does without compiled code says little
         try:
             with _one_by_one:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 RECORD_WORDS = 32
 DIGESTED_WORDS = RECORD_WORDS - 1  # the last one is the checksum
 BATCH_RECORDS = 4096  # 3 MB of scratch: larger ones leave the cache, smaller ones pay for calls
+_TRANSPOSED = 1024  # at once: each line of the cache is read while it is there
 _SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -73,7 +74,9 @@ class RecordChecksums:
         uint64 of the shape (32, n), valid until the next call.
         """
         words = self._data[:, : len(records)]
-        np.copyto(words, records.T)
+        for begin in range(0, len(records), _TRANSPOSED):
+            part = slice(begin, begin + _TRANSPOSED)
+            np.copyto(words[:, part], records[part].T)
         return words
 
     def digests(self, words: Words, seeds: Words) -> Words:

@@ -25,6 +25,7 @@ _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
 _STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
+_LAST_STATE = int(max(RecordState))
 _CODEC_MASK, _CODEC_UP, _LENGTH_MASK = np.uint64(0xFFFF0000), np.uint64(CODEC_SHIFT - 16), np.uint64(STORED_MASK)
 
 Array = npt.NDArray[Any]
@@ -142,10 +143,15 @@ class Origins:
         left = np.ones(len(groups), dtype=bool)
         while left.any():  # one turn for each origin among them
             at = int(left.argmax())
-            same = (groups == groups[at]) & (origin == origin[:, at : at + 1]).all(axis=0)
+            equal, same = origin == origin[:, at : at + 1], groups == groups[at]
             same &= data_keys == data_keys[at]
             raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little") + data_keys[at].tobytes()
-            found[same] = self.number_of(raw)
+            number = self.number_of(raw)
+            if equal.all() and same.all():  # as a rule
+                found.fill(number)
+                break
+            same &= equal.all(axis=0)
+            found[same] = number
             left &= ~same
         return found
 
@@ -201,7 +207,7 @@ class Judge:
         seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
         sound = used & (self.checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
         said = (head >> _STATE_SHIFT).astype(np.uint8)
-        sound &= said <= max(RecordState)
+        sound &= said <= _LAST_STATE
         states = np.where(sound, said, 0).astype(np.uint8)
         live = states == RecordState.LIVE
         within = max(0, (self.length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)

@@ -20,9 +20,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_tiers.nvme.directory_files import slab_numbers
-from kvstored.health.scrub.slab_reader import SlabReader, SlotReading
+
+if TYPE_CHECKING:  # the daemon needs the settings alone
+    from kvstored.health.scrub.slab_reader import SlotReading
 
 REPORTED_EVERY_S = 1.0
 SAVED_EVERY_S = 5.0
@@ -125,6 +128,8 @@ class ScrubWorker:
             self._pass()
 
     def _pass(self) -> None:
+        from kvstored.health.scrub.slab_reader import SlabReader
+
         position = self._position
         position.begin(time.time())
         for number in slab_numbers(self._slabs):

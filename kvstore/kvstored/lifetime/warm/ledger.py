@@ -23,6 +23,7 @@ import mmap
 import os
 import stat
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,7 +345,7 @@ def _boot_id() -> bytes:
         return bytes(16)
 
 
-def _free_rows(start: int, row_bytes: int, rows: int, taken: Iterable[int]) -> list[int]:
+def _free_rows(start: int, row_bytes: int, rows: int, taken: Iterable[int]) -> array[int]:
     """Return the offsets of the rows that are not taken, the lowest last, so that few pages are touched."""
     out = set(taken)
-    return [at for at in range(start + (rows - 1) * row_bytes, start - 1, -row_bytes) if at not in out]
+    return array("I", (at for at in range(start + (rows - 1) * row_bytes, start - 1, -row_bytes) if at not in out))

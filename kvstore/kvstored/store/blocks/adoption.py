@@ -115,7 +115,7 @@ def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column,
         follows &= owner[1:] == owner[:-1]
     np.copyto(found[1:], np.arange(count - 1, dtype=np.int32), where=follows)
     left = np.flatnonzero(found < 0)
-    left = left[wanted[left].any(axis=1)]
+    left = left[(wanted[left, 0] | wanted[left, 1]) != 0]
     for crowd in crowds:
         asked = left if crowd.members is None else left[owner[left] == crowd.tenant]
         found[asked] = crowd.table.find_each(keys, wanted[asked])
@@ -153,7 +153,7 @@ def _enter(
     def fill(column: array[int] | bytearray, values: Any) -> None:
         as_array(column)[ours] = values
 
-    fill(rows.kind, kind_numbers[blocks.origin])
+    fill(rows.kind, kind_numbers if len(kinds) == 1 else kind_numbers[blocks.origin])
     fill(rows.depth, blocks.depth)
     fill(rows.payload_bytes, blocks.payload_bytes)
     fill(rows.last_access_ns, now_ns)

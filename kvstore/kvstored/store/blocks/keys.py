@@ -30,7 +30,8 @@ from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import RowColumns
 
 _PLACES_A_KEY = 1.5
-_ENTRY_MASK: int = 2**31 - 1
+_ENTRY_BITS = 31
+_ENTRY_MASK: int = 2**_ENTRY_BITS - 1
 _TAG_MASK = np.uint32(_ENTRY_MASK)
 _WORD_BITS, _WORDS_A_KEY = 32, 4
 _WORD_MASK: int = 2**_WORD_BITS - 1
@@ -90,18 +91,18 @@ class KeyTable:
         left, places, tags = np.arange(len(wanted)), self.homes(words[:, 0]), self.tags(words[:, 1])
         while len(left):
             there = self.places[places]
-            here = there != _NOTHING
-            if not here.all():
-                left, places, tags, there = left[here], places[here], tags[here], there[here]
-            there = there ^ tags
-            equal = there <= self.mask
-            there = there[equal]
-            same = (keys[there] == wanted[left[equal]]).all(axis=1)
+            there ^= tags  # negative where the place is empty
+            goes_on = there >= 0
+            equal = np.flatnonzero(goes_on & (there <= self.mask))
+            at, asked = there[equal], left[equal]
+            same = keys[at, 0] == wanted[asked, 0]
+            same &= keys[at, 1] == wanted[asked, 1]
             if may_be is not None:
-                same[same] = may_be(there[same])
-            equal[equal] = same
-            found[left[equal]] = there[same]
-            left, places, tags = left[~equal], places[~equal] + 1, tags[~equal]
+                same[same] = may_be(at[same])
+            found[asked[same]] = at[same]
+            goes_on[equal[same]] = False
+            left, places, tags = left[goes_on], places[goes_on], tags[goes_on]
+            places += 1
         return found
 
     def positions(self) -> Column:
@@ -126,14 +127,14 @@ class KeyTable:
         """Return the table, built without probing one by one: in the order of their homes, each entry goes behind the
         one before, or to its home if that is later. The table ends with an empty place, so no search wraps.
         """
-        ordered = self.homes(words[:, 0])
+        ordered, entries = self.homes(words[:, 0]), self.tags(words[:, 1])
         numbers = np.arange(len(ordered))
-        bits = max(1, len(ordered).bit_length())
-        ordered <<= bits
-        ordered |= numbers
+        entries |= (numbers if members is None else members).astype(np.int32)
+        ordered <<= _ENTRY_BITS
+        ordered |= entries
         ordered.sort()
-        order = (ordered & 2**bits - 1).astype(np.int32)
-        ordered >>= bits
+        np.bitwise_and(ordered, _ENTRY_MASK, out=entries, casting="same_kind")
+        ordered >>= _ENTRY_BITS
         ordered -= numbers
         np.maximum.accumulate(ordered, out=ordered)
         ordered += numbers
@@ -141,8 +142,6 @@ class KeyTable:
         table = array("i")
         for begin in range(0, length, _PLACES):
             table.frombytes(_NO_PLACES[: 4 * (length - begin)])
-        entries = self.tags(words[:, 1])[order]
-        entries |= order if members is None else members[order].astype(np.int32)
         np.frombuffer(table, np.int32)[ordered] = entries
         return table
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -77,6 +76,8 @@ def succeed(policy: EvictionPolicy, former: EvictionPolicy, now_ns: int) -> None
 def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
     address = known.get(name, name if ":" in name else None)
     if address is None:
+        from difflib import get_close_matches  # only for a mistake
+
         near = get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown {what} {name!r}: known are {', '.join(sorted(known))}{hint}")
