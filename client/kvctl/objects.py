@@ -138,7 +138,7 @@ def _put(store: ObjectStore, arguments: argparse.Namespace, progress: Progress) 
     taken_s, entry, filled = time.monotonic() - began, put.version, put.filled
     durable = "durable" if filled.durable_parts == len(filled.parts) else f"{filled.durable_parts} durable"
     if durable != "durable" and arguments.durability == "always":
-        durable += " (the others end with the daemon; `kvctl status` says why)"
+        durable += " (the others are in DRAM alone: NVMe is full, too small or shed)"
     text = (
         f"{label(entry)}: {human_bytes(entry.nbytes)} in {plural(len(filled.parts), 'part')}, {durable}; "
         f"{human_bytes(filled.new_bytes)} were new; {human_seconds(taken_s)}"

@@ -196,6 +196,18 @@ def test_a_put_that_does_not_fit_names_and_pins_nothing() -> None:
         assert set(map(bytes.hex, keys)) < set(pinned) and len(pinned) == len(keys) + 1  # the manifest
 
 
+def test_parts_that_left_nvme_again_are_not_called_durable() -> None:
+    with (
+        running_daemon("host.capacity=48MiB", "nvme.capacity=16MiB") as running,
+        open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened,
+    ):
+        filled = put(opened, "in DRAM", content(25, 100 * PART)).filled
+        keys, where = opened.located(opened.find("in DRAM"))
+        running.drop("host", discard=True)
+        left = opened.session.lookup(keys=keys).tiers.count("nvme")
+        assert set(where.tiers) == {"host"} and filled.durable_parts == left < len(keys)
+
+
 def test_a_put_that_loses_its_daemon_says_that_it_goes_on() -> None:
     source = BytesSource(content(23, 12 * PART))
     with running_daemon() as running:

@@ -29,6 +29,7 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.manifest import PART_CLASSES, class_bytes, part_digest, part_tokens, parts_of
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
 
 THREADS = 4  # reads under way at once: what an NVMe drive wants for parts of this size
 RETRY_S = 0.05
@@ -98,6 +99,14 @@ class Filling:
                 f"{name}: {missing} of {len(keys)} parts were evicted while the others were put: the object is larger "
                 "than what DRAM and NVMe may hold of this tenant; raise their capacity, or its host_max and nvme_max",
             )
+
+    def durable(self, keys: BlockKeys) -> int:
+        """Return how many of the parts `keys` are durable now: some may have left NVMe again to make room."""
+        asked = ExplainRequest(keys=[key.hex() for key in keys])
+        described = self.session.explain(asked, deadline_s=self.deadline_s)
+        if described is None:
+            raise no_answer(REASON_DEADLINE)
+        return sum(each.block.durability == DURABLE for each in described.blocks)
 
     def _missing(self, keys: BlockKeys) -> tuple[int, str]:
         found = self.session.lookup(keys=keys, deadline_s=self.deadline_s)

@@ -175,7 +175,7 @@ class ObjectStore:
         if not ttl:
             self.session.touch(keys=keys, ttl=0)  # a remove may have ended what was mapped
         filling.make_whole(name, keys, (source, packed), progress)
-        return PutObject(reply.objects[0], filled)
+        return PutObject(reply.objects[0], filled._replace(durable_parts=filling.durable(keys[: len(parts)])))
 
     # Read
 
