@@ -7,6 +7,7 @@ Blocks by key, model or tenant are chosen by the daemon, for operators.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -163,15 +164,19 @@ def _tokens_of_text(path: str, url: str) -> str:
 def post_json(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     """Send `body` to `url` by POST, or ask by GET for None, and return the JSON object that comes back. Raises
     CommandError."""
+    if not url.startswith(("http://", "https://")):
+        raise CommandError(USAGE, f"{url} is no address: write one such as http://127.0.0.1:8000")
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace")
+        said = " ".join(error.read(500).decode(errors="replace").split())
         raise CommandError(FAILED, f"{url} refused: {error.code} {error.reason} {said}") from None
-    except (OSError, ValueError) as error:
+    except http.client.InvalidURL as error:
+        raise CommandError(USAGE, f"{url} is no address ({error}): write one such as http://127.0.0.1:8000") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise CommandError(UNREACHABLE, f"{url} does not answer: {why}") from None
     return found if isinstance(found, dict) else {}

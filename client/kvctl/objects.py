@@ -17,8 +17,9 @@ import numpy as np
 from kvctl.connection import open_session
 from kvctl.get import whole_file
 from kvctl.keep import ttl_seconds
-from kvctl.output import FAILED, MISS, UNREACHABLE, USAGE, CommandError, Output
+from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.put import read_bytes
+from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.objects.sources import BytesSource, Source, weights_source
 from kvstore_client.objects.store import STAGING_BYTES, ObjectStore, label
 from kvstore_client.objects.tables import array_source
@@ -105,13 +106,11 @@ def _errors() -> Iterator[None]:
     """Give what the store's objects raise the exit codes of kvctl."""
     try:
         yield
+    except DaemonUnavailable:
+        raise
     except KVStoreError as error:
-        code = {ErrorKind.NOT_FOUND: MISS, ErrorKind.INVALID: USAGE}.get(error.kind, FAILED)
-        if error.kind is ErrorKind.UNAVAILABLE:
-            code = UNREACHABLE if "daemon" in error.message else MISS
-        raise CommandError(code, error.message) from None
-    except OSError as error:
-        raise CommandError(USAGE, f"cannot read {error.filename or 'the source'}: {error.strerror or error}") from None
+        code = {ErrorKind.NOT_FOUND: MISS, ErrorKind.UNAVAILABLE: MISS, ErrorKind.INVALID: USAGE}
+        raise CommandError(code.get(error.kind, FAILED), error.message) from None
 
 
 def _facts(entry: ObjectVersion) -> dict[str, Any]:
@@ -128,13 +127,18 @@ def _said(progress: Progress) -> Callable[[int, int], None]:
 
 def _put(store: ObjectStore, arguments: argparse.Namespace, progress: Progress) -> Output:
     began = time.monotonic()
-    with _source(arguments) as source:
-        put = store.put(
-            arguments.name, source, pin=arguments.pin, ttl=arguments.ttl, durability=arguments.durability,
-            progress=_said(progress),
-        )  # fmt: skip
+    try:
+        with _source(arguments) as source:
+            put = store.put(
+                arguments.name, source, pin=arguments.pin, ttl=arguments.ttl, durability=arguments.durability,
+                progress=_said(progress),
+            )  # fmt: skip
+    except OSError as error:
+        raise CommandError(USAGE, f"cannot read {error.filename or 'the source'}: {error.strerror or error}") from None
     taken_s, entry, filled = time.monotonic() - began, put.version, put.filled
     durable = "durable" if filled.durable_parts == len(filled.parts) else f"{filled.durable_parts} durable"
+    if durable != "durable" and arguments.durability == "always":
+        durable += " (the others are in DRAM alone: NVMe is full, too small or shed)"
     text = (
         f"{label(entry)}: {human_bytes(entry.nbytes)} in {plural(len(filled.parts), 'part')}, {durable}; "
         f"{human_bytes(filled.new_bytes)} were new; {human_seconds(taken_s)}"
@@ -161,7 +165,8 @@ def _source(arguments: argparse.Namespace) -> Iterator[Source]:
 
 
 def _list(store: ObjectStore, arguments: argparse.Namespace, progress: Progress) -> Output:
-    found = store.listed(arguments.name)
+    catalogue = store.catalogue(arguments.name)
+    found = catalogue.objects
     if arguments.name and not found:
         raise CommandError(MISS, f"{arguments.name}: no object of this name is listed")
     now_s = time.time()
@@ -174,8 +179,10 @@ def _list(store: ObjectStore, arguments: argparse.Namespace, progress: Progress)
         ]
         for each in found
     ]  # fmt: skip
-    reply: dict[str, Any] = {"objects": [_facts(each) for each in found]}
+    reply: dict[str, Any] = {"objects": [_facts(each) for each in found], "limbo_bytes": catalogue.limbo_bytes}
     text = render_table(_COLUMNS, rows, empty="no object is listed")
+    if catalogue.limbo_bytes:
+        text += f"\n{human_bytes(catalogue.limbo_bytes)} more of DRAM: removed, but mapped or read until now"
     if arguments.name:
         keys, where = store.located(found[-1])
         tiers = Counter(tier if tier != "absent" else "nowhere" for tier in where.tiers)
@@ -233,9 +240,12 @@ def _keep(store: ObjectStore, arguments: argparse.Namespace, progress: Progress)
 
 
 def _rm(store: ObjectStore, arguments: argparse.Namespace, progress: Progress) -> Output:
-    removed = store.remove(arguments.name)
-    text = f"removed {', '.join(map(label, removed))}; parts that other objects have are kept"
-    return Output(text, {"removed": [_facts(each) for each in removed]})
+    removed = store.take_away(arguments.name)
+    text = f"removed {', '.join(map(label, removed.versions))}; parts that other objects have are kept"
+    if removed.mapped_parts:
+        text += f"; still mapped, and in DRAM until released: {plural(removed.mapped_parts, 'part')}"
+    facts = {"removed": [_facts(each) for each in removed.versions], "mapped_parts": removed.mapped_parts}
+    return Output(text, facts)
 
 
 def _verify(store: ObjectStore, arguments: argparse.Namespace, progress: Progress) -> Output:

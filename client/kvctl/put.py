@@ -25,6 +25,7 @@ from kvstore_client.memory import Bytes
 from kvstore_client.objects.named import get_head, payloads_of
 from kvstore_client.payload import Payload
 from kvstore_client.receipt import DURABLE
+from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
 from kvstore_console.units import human_blocks, human_bytes, human_count
@@ -119,15 +120,23 @@ def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Ou
         wrong = stored.add(session, tokens, payloads[first : first + count], first, 0, head.payload_bytes(first))
         if wrong:
             session.delete(tokens, deadline_s=stored.timeout_s)
+            _require_answer(f"{name} was not stored, put it again", wrong, stored.timeout_s)
             raise CommandError(FAILED, f"{name}: {wrong}; none of its blocks is kept")
     return stored.output(name, name=name, bytes=head.size_bytes)
 
 
 def _clear(session: Session, name: str, blocks: int, timeout_s: float) -> None:
     deleted = session.delete(object_tokens(name, blocks), deadline_s=timeout_s)
+    _require_answer(f"{name}: what is stored under this name was not deleted", deleted.reason, timeout_s)
     if deleted.leased or deleted.continued or deleted.reason:
         why = deleted.reason or "it is under lease"
         raise CommandError(FAILED, f"{name}: the object stored under this name cannot be deleted now: {why}")
+
+
+def _require_answer(what: str, reason: str, timeout_s: float) -> None:
+    """Raise CommandError if `reason` says that no daemon answered; `what` says what was not done."""
+    if reason in (REASON_NO_DAEMON, REASON_DEADLINE):
+        raise not_there(what, reason, timeout_s)
 
 
 def _put_prefix(session: Session, target: Target, data: Bytes, stored: _Stored) -> Output:
@@ -150,7 +159,9 @@ def _put_prefix(session: Session, target: Target, data: Bytes, stored: _Stored) 
         payloads = [data[number * size : (number + 1) * size] for number in range(first, first + count)]
         wrong = stored.add(session, target.tokens, payloads, first, target.group, size)
         if wrong:
-            raise CommandError(FAILED, f"{target.label}: {wrong}; {stored.blocks} of {blocks} blocks were stored")
+            known = f"{stored.blocks} of {blocks} blocks were stored"
+            _require_answer(f"{target.label}: {known}, put them again", wrong, stored.timeout_s)
+            raise CommandError(FAILED, f"{target.label}: {wrong}; {known}")
     return stored.output(target.label, bytes=len(data))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvctl.connection import AdminSocket
 from kvctl.output import USAGE, CommandError, Output
 from kvstore_console.table import render_facts, render_table
-from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, human_share
+from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, human_share, plural
 from kvstore_proto.v1 import admin_pb2 as wire
 
 TIER_HEADINGS = (
@@ -222,6 +222,9 @@ def _drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.DropTenantRequest(name=name)
     reply = admin.call("DropTenant", request, wire.DropTenantReply, longer_s=arguments.wait)
     lines = [f"dropped {human_blocks(reply.blocks, reply.bytes)} of {name}, and what the small state said of them"]
+    if reply.clients:
+        had = plural(reply.clients, "client")
+        lines.append(f"{had} disconnected: end processes that have objects mapped, whose memory gets other bytes now")
     if reply.kept_blocks:
         lines.append(f"{human_blocks(reply.kept_blocks)} stayed in use all the while: drop again")
     if reply.key_destroyed:

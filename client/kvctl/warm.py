@@ -83,7 +83,7 @@ def warm(_: object, arguments: argparse.Namespace) -> Output:
             done += 1
             if not arguments.json and (done % SHOWN_EVERY == 0 or done == len(chosen)):
                 print(f"{done} of {len(chosen)} prompts sent, {len(failures)} refused", file=sys.stderr)
-            if len(failures) == done == arguments.at_once:
+            if len(failures) == done == min(arguments.at_once, len(chosen)):
                 threads.shutdown(cancel_futures=True)
                 raise CommandError(FAILED, f"every prompt fails: {failures[0]}")
     text = f"sent {size}{left_out}"

@@ -6,6 +6,7 @@ required daemon (`DaemonUnavailable`) are raised.
 
 from __future__ import annotations
 
+from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_proto.errors import ErrorKind, KVStoreError
 
 
@@ -44,6 +45,15 @@ class ConnectError(Exception):
     def is_permanent(self) -> bool:
         """True if another attempt to connect would fail again, unless the client or the daemon is changed."""
         return self.refused_as is not None and self.refused_as.is_permanent
+
+
+def no_answer(reason: str) -> DaemonUnavailable:
+    """Return the error of a request without an answer. `reason` is the client's word for the cause."""
+    if reason == REASON_NO_DAEMON:
+        return DaemonUnavailable("no daemon answers: it has ended, or ended the connection; start it, and try again")
+    if reason == REASON_DEADLINE:
+        return DaemonUnavailable("the daemon does not answer: it may be stopped or overloaded; give it more time")
+    return DaemonUnavailable(f"the daemon cannot do it now ({reason}): its log says why", is_refused=True)
 
 
 def invalid(message: str) -> KVStoreError:

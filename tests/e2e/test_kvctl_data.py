@@ -348,6 +348,20 @@ def test_no_room_is_said_and_leaves_nothing(tmp_path: Path, capfdbinary: Any) ->
         assert daemon.status().blocks == 0
 
 
+def test_a_put_that_loses_its_daemon_is_status_3(
+    tmp_path: Path, capfdbinary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(3 * MIB // 2))
+    with running_daemon() as running:
+        monkeypatch.setattr("kvctl.put.Progress.say", lambda *_: running.kill9())  # after the first blocks
+        put = f"put --name lost --block-size 512KiB {tmp_path / 'in'}"
+        said = Kvctl(running, capfdbinary)(put, exit_code=UNREACHABLE).err
+        assert "lost was not stored, put it again: the daemon went away" in said
+        monkeypatch.undo()
+        running.start()
+        assert "lost: stored" in Kvctl(running, capfdbinary)(put).out
+
+
 def test_no_daemon_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f").write_bytes(b"x")
     for words in (["put", "--name", "x", str(tmp_path / "f")], ["get", "--name", "x"], ["delete", "--name", "x"]):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvctl.output import FAILED, UNREACHABLE, USAGE
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, running_daemon
@@ -77,6 +79,23 @@ def recorded(path: Path, *, tokens: bool) -> None:
                 if held < blocks:
                     session.put(ids, payloads=payloads_of(number, blocks, MODEL))
         daemon.stop()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Return the address of a server that speaks another protocol than HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            with suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(1000)
+                        connection.sendall(b"SSH-2.0-other\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -168,6 +187,20 @@ def test_a_last_line_without_an_end_counts_if_it_is_whole(tmp_path: Path, kvctl:
     for last, prompts in ('{"prompt": "b"}', 2), ('{"prompt": "b', 1):
         path.write_text(f'{{"prompt": "a"}}\n{last}')
         assert f"would send {prompts} prompts" in kvctl(["warm", "--from", str(path), "--dry-run"]).out
+
+
+@pytest.mark.parametrize("url", ["engine", "file:///etc/passwd", "http://127.0.0.1 x:8000", "http://127.0.0.1:port"])
+def test_what_is_no_address_of_an_engine_is_one_clear_line(url: str, tmp_path: Path, kvctl: Kvctl) -> None:
+    (tmp_path / "requests").write_text('{"prompt": "a"}\n')
+    said = kvctl(["warm", "--from", str(tmp_path / "requests"), "--to", url], exit_code=USAGE).err
+    assert said.startswith(f"kvctl: {url}") and "such as http://" in said and said.count("\n") == 1
+
+
+def test_a_server_that_is_no_engine_is_one_clear_line(silent: str, tmp_path: Path, kvctl: Kvctl) -> None:
+    (tmp_path / "requests").write_text('{"prompt": "a"}\n')
+    words = ["warm", "--from", str(tmp_path / "requests"), "--to", silent]
+    assert f"kvctl: {silent}/v1/models does not answer" in kvctl(words, exit_code=UNREACHABLE).err
+    assert "every prompt fails" in kvctl([*words, "--model", "any"], exit_code=FAILED).err
 
 
 def test_a_prompt_as_text_is_pinned_by_the_engines_tokens(tmp_path: Path, engine: Engine, capfdbinary: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,12 @@ import pytest
 
 from kvctl.output import FAILED, MISS, USAGE
 from kvstore_client import ErrorKind, KVStoreError
+from kvstore_client.errors import DaemonUnavailable
 from kvstore_client.objects.sources import ArraySource, BytesSource
 from kvstore_client.objects.store import ObjectStore, label, open_objects
 from kvstore_client.objects.tables import Table, array_source
 from kvstore_proto.manifest import PART_CLASSES
+from kvstore_proto.v1.admin_pb2 import BlocksRequest
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -141,6 +146,102 @@ def test_a_pin_and_a_time_to_live(store: ObjectStore) -> None:
     assert eventually(lambda: not store.listed("short")) and len(store.listed()) == 2
     with pytest.raises(KVStoreError, match="no object of this name"):
         store.find("short")
+
+
+def test_a_put_that_names_no_time_to_live_ends_an_earlier_one(store: ObjectStore) -> None:
+    put(store, "short", content(17), ttl=60)
+    put(store, "for ever", content(17))
+    assert [each.expires_s > 0 for each in store.listed()] == [False, True]
+    keys, _ = store.located(store.find("for ever"))
+    described = store.session.explain(ExplainRequest(keys=[key.hex() for key in keys]))
+    assert described is not None and {each.block.expires_in_s for each in described.blocks} == {0}
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_what_is_removed_while_it_is_mapped_counts_until_it_is_not(pin: bool, store: ObjectStore, kvctl: Kvctl) -> None:
+    data = content(18)
+    put(store, "mapped", data, pin=pin)
+    view = store.map("mapped").content
+    assert "DRAM until released" in kvctl("objects rm mapped").out
+    assert eventually(lambda: store.catalogue().limbo_bytes > len(data))
+    assert "removed, but mapped" in kvctl("objects list").out and view.tobytes() == data
+    put(store, "mapped", data)  # in memory of its own
+    assert store.verify("mapped") == {} and view.tobytes() == data
+    del view
+    gc.collect()
+    assert eventually(lambda: not store.catalogue().limbo_bytes)
+
+
+def test_a_pinned_object_is_removed_for_good(store: ObjectStore) -> None:
+    put(store, "pinned", content(19), pin=True)
+    keys, _ = store.located(store.find("pinned"))
+    assert store.take_away("pinned").mapped_parts == 0
+    assert set(store.session.lookup(keys=keys).tiers) == {"absent"}
+
+
+def test_a_put_that_does_not_fit_names_and_pins_nothing() -> None:
+    with (
+        running_daemon("limits.pinned_per_tenant=2MiB", "nvme.capacity=16MiB") as running,
+        open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened,
+    ):
+        small = content(20, 4 * PART)
+        put(opened, "kept", small, pin=True)
+        keys, _ = opened.located(opened.find("kept"))
+        with pytest.raises(KVStoreError, match="pinned_per_tenant"):
+            put(opened, "pinned", small + content(21, 12 * PART), pin=True)
+        with pytest.raises(KVStoreError, match="parts were evicted while the others were put"):
+            put(opened, "large", content(22, 300 * PART))
+        assert [label(each) for each in opened.listed()] == ["kept@1"]
+        pinned = [each.key for each in running.ask("Blocks", BlocksRequest(limit=1000)).blocks if each.pinned_by]
+        assert set(map(bytes.hex, keys)) < set(pinned) and len(pinned) == len(keys) + 1  # the manifest
+
+
+def test_parts_that_left_nvme_again_are_not_called_durable() -> None:
+    with (
+        running_daemon("host.capacity=48MiB", "nvme.capacity=16MiB") as running,
+        open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened,
+    ):
+        filled = put(opened, "in DRAM", content(25, 100 * PART)).filled
+        keys, where = opened.located(opened.find("in DRAM"))
+        running.drop("host", discard=True)
+        left = opened.session.lookup(keys=keys).tiers.count("nvme")
+        assert set(where.tiers) == {"host"} and filled.durable_parts == left < len(keys)
+
+
+def test_a_put_that_loses_its_daemon_says_that_it_goes_on() -> None:
+    source = BytesSource(content(23, 12 * PART))
+    with running_daemon() as running:
+        with open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+
+            def kill(done: int, total: int) -> None:
+                if 5 * PART < done < 7 * PART:
+                    running.kill9()
+
+            with pytest.raises(DaemonUnavailable, match=r"start it, .*stored so far: .* goes on from there"):
+                opened.put("half", source, part_bytes=PART, progress=kill)
+        running.start()
+        with open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+            assert opened.listed() == []
+            assert opened.put("half", source, part_bytes=PART).filled.new_bytes < 9 * PART
+
+
+def test_a_daemon_without_a_catalogue_is_said_to_be_older() -> None:
+    class Older:
+        def call(self, request: Any, deadline_s: float) -> Any:
+            raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
+
+    store = ObjectStore(SimpleNamespace(daemon=Older()))  # type: ignore[arg-type]
+    with pytest.raises(DaemonUnavailable, match="older") as older:
+        store.put("any", BytesSource(b"bytes"))  # before anything is stored
+    assert older.value.is_refused
+
+
+def test_standard_output_that_takes_nothing_is_not_said_to_be_read(store: ObjectStore, daemon: RunningDaemon) -> None:
+    put(store, "any", content(24))
+    words = ["--socket-dir", str(daemon.socket_dir), "objects", "get", "any"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-m", "kvctl.main", *words], stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == FAILED and b"space left" in ended.stderr and b"read" not in ended.stderr
 
 
 def test_a_table_gives_rows(store: ObjectStore) -> None:

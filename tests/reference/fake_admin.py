@@ -73,7 +73,7 @@ REPLIES: dict[str, Any] = {
         unpinned_blocks=4,
     ),
     "RenameTenant": pb.RenameTenantReply(blocks=9, bytes=9 << 20, replaced_blocks=2, replaced_bytes=2 << 20, clients=1),
-    "DropTenant": pb.DropTenantReply(blocks=9, bytes=9 << 20, kept_blocks=1, key_destroyed=True, slots=12),
+    "DropTenant": pb.DropTenantReply(blocks=9, bytes=9 << 20, kept_blocks=1, key_destroyed=True, slots=12, clients=2),
     "BlockTotals": pb.BlockTotalsReply(
         totals=[
             pb.BlockTotal(

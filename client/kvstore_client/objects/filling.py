@@ -10,21 +10,26 @@ import contextlib
 import mmap
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore_client.arguments import PutTerms
+from kvstore_client.errors import DaemonUnavailable, no_answer
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.sources import SLACK_BYTES, Source
+from kvstore_client.put import REASON_NO_STAGING
 from kvstore_client.receipt import DURABLE, PutReceipt
-from kvstore_client.results import REASON_DEADLINE
+from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session
+from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.manifest import class_bytes, part_digest, part_tokens, parts_of
+from kvstore_proto.identity import BlockKeys
+from kvstore_proto.manifest import PART_CLASSES, class_bytes, part_digest, part_tokens, parts_of
+from kvstore_proto.v1.explain_pb2 import ExplainRequest
 
 THREADS = 4  # reads under way at once: what an NVMe drive wants for parts of this size
 RETRY_S = 0.05
@@ -46,13 +51,15 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Filling:
     """A way to store contents through `session`: in parts of `part_bytes` bytes, with the durability and the terms of a
-    put, within `deadline_s` seconds for each part."""
+    put, within `deadline_s` seconds for each part. `stored` has the digests of the parts that are stored so far."""
 
     session: Session
     part_bytes: int
     durability: str
     terms: PutTerms
     deadline_s: float
+    stored: set[bytes] = field(default_factory=set)
+    _failures: list[Exception] = field(default_factory=list)  # of parts: after the first no more are begun
 
     def fill(self, source: Source, progress: Progress = lambda done, total: None) -> Filled:
         """Store the content of `source`, and return its parts. Raises KVStoreError if a part cannot be stored, and the
@@ -75,6 +82,37 @@ class Filling:
         for receipt in receipts:
             receipt.settle(max(until - time.monotonic(), 0.0))
         return Filled(tuple(digests), new_bytes, sum(receipt.durability.count(DURABLE) for receipt in receipts))
+
+    def make_whole(
+        self, name: str, keys: BlockKeys, contents: Sequence[Source], progress: Progress = lambda done, total: None
+    ) -> None:
+        """Store again what a remove took of the parts `keys` of the object `name`, which `contents` has. Raises
+        KVStoreError if parts of it do not stay."""
+        missing, reason = self._missing(keys)
+        if missing and reason not in ("evicted", "quota"):
+            for source in contents:
+                self.fill(source, progress)
+            missing, _ = self._missing(keys)
+        if missing:
+            raise KVStoreError(
+                ErrorKind.UNAVAILABLE,
+                f"{name}: {missing} of {len(keys)} parts were evicted while the others were put: the object is larger "
+                "than what DRAM and NVMe may hold of this tenant; raise their capacity, or its host_max and nvme_max",
+            )
+
+    def durable(self, keys: BlockKeys) -> int:
+        """Return how many of the parts `keys` are durable now: some may have left NVMe again to make room."""
+        asked = ExplainRequest(keys=[key.hex() for key in keys])
+        described = self.session.explain(asked, deadline_s=self.deadline_s)
+        if described is None:
+            raise no_answer(REASON_DEADLINE)
+        return sum(each.block.durability == DURABLE for each in described.blocks)
+
+    def _missing(self, keys: BlockKeys) -> tuple[int, str]:
+        found = self.session.lookup(keys=keys, deadline_s=self.deadline_s)
+        if len(found.tiers) < len(keys):
+            raise no_answer(found.reason)
+        return found.tiers.count("absent"), found.reason
 
     def _stored(
         self, pool: ThreadPoolExecutor, source: Source, buffers: queue.SimpleQueue[Bytes], parts: int
@@ -99,11 +137,16 @@ class Filling:
         length = min(self.part_bytes, source.nbytes - offset)
         buffer = buffers.get()
         try:
+            if self._failures:
+                raise self._failures[0]
             begin = source.fill(offset, length, buffer)
             payload = buffer[begin : begin + class_bytes(max(length, 1), self.part_bytes)]
             payload[length:] = 0
             digest = part_digest(payload)
             return digest, self._put(digest, payload), len(payload)
+        except Exception as error:
+            self._failures.append(error)
+            raise
         finally:
             buffers.put(buffer)
 
@@ -115,11 +158,30 @@ class Filling:
                 part_tokens(digest), payloads=[payload], durability=self.durability, deadline_s=left_s, **self.terms
             )
             if receipt.visible_blocks:
+                self.stored.add(digest)
                 return receipt
             is_refused = receipt.statuses[0] in ("over_quota", "failed") and receipt.reason != REASON_DEADLINE
             if time.monotonic() >= until or is_refused:
-                raise KVStoreError(ErrorKind.UNAVAILABLE, f"a part was not stored: {receipt.reason or 'no room'}")
+                raise self._failure(receipt.reason or "no room")
             time.sleep(RETRY_S)
+
+    def _failure(self, reason: str) -> KVStoreError:
+        goes_on = f"parts stored so far: {len(self.stored)}; put the same again, and it goes on from there"
+        if reason in (REASON_NO_DAEMON, REASON_DEADLINE):
+            return DaemonUnavailable(f"{no_answer(reason).message}; {goes_on}")
+        return KVStoreError(ErrorKind.UNAVAILABLE, f"a part was not stored: {reason}; {goes_on}")
+
+
+def largest_part(session: Session) -> int:
+    """Return the largest size of parts that `session` can put. Raises KVStoreError if there is none."""
+    daemon = session.daemon
+    if daemon is None:
+        raise no_answer(REASON_NO_DAEMON)
+    room = 0 if daemon.staging is None else min(len(daemon.staging.memory) - HEADER_BYTES, daemon.max_block_bytes)
+    fitting = [size for size in PART_CLASSES if size <= room]
+    if not fitting:
+        raise KVStoreError(ErrorKind.UNAVAILABLE, f"no part can be put: {REASON_NO_STAGING}")
+    return fitting[-1]
 
 
 def _buffer(nbytes: int) -> Bytes:

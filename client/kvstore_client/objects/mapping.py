@@ -20,11 +20,16 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_client.errors import DaemonUnavailable, no_answer
 from kvstore_client.lease import Lease
 from kvstore_client.memory import MADV_POPULATE_READ, Bytes
+from kvstore_client.results import REASON_DEADLINE, REASON_LATE, REASON_NO_DAEMON
+from kvstore_client.session import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.identity import BlockKeys
 
+RETRY_S = 0.02
 _MAYMOVE, _FIXED = 1, 2  # MREMAP_…
 _PROT_NONE, _PRIVATE, _ANONYMOUS, _NORESERVE = 0, 0x02, 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -50,6 +55,32 @@ class _Range:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, True)}
+
+
+def lease_whole(session: Session, keys: BlockKeys, what: str, deadline_s: float) -> Lease:
+    """Return a lease of `session` on the parts `keys` of the object `what`, promoted if need be. Raises KVStoreError if
+    not all are in DRAM within `deadline_s` seconds."""
+    until, held = time.monotonic() + deadline_s, Lease()
+    while True:
+        left_s = until - time.monotonic()
+        lease = session.get(keys=keys, deadline_s=max(left_s, 0.001))
+        held.release()
+        if len(lease) == len(keys):
+            return lease
+        held = lease
+        if lease.reason not in (REASON_LATE, REASON_DEADLINE, "") or left_s <= 0:
+            held.release()
+            raise _not_whole(what, len(lease), len(keys), lease.reason)
+        time.sleep(RETRY_S)
+
+
+def _not_whole(what: str, held: int, wanted: int, reason: str) -> KVStoreError:
+    if reason == REASON_NO_DAEMON:
+        return DaemonUnavailable(f"{what}: {no_answer(reason).message}")
+    why = f"part {held} of {wanted} is not stored any more ({reason}): put it again"
+    if reason in (REASON_LATE, REASON_DEADLINE):
+        why = f"{held} of {wanted} parts came to DRAM in time: is it larger than the host tier?"
+    return KVStoreError(ErrorKind.UNAVAILABLE, f"{what}: {why}")
 
 
 class ObjectMapping:

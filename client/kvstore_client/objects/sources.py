@@ -23,6 +23,7 @@ import numpy.typing as npt
 from kvstore_client.errors import invalid
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.gguf_header import require_whole
+from kvstore_proto.errors import KVStoreError
 from kvstore_proto.manifest import DTYPE_BITS, TensorEntry, dtype_name, laid_out, metadata_of
 
 DIRECT_BYTES = 4096  # what O_DIRECT wants places and lengths to be multiples of
@@ -90,6 +91,10 @@ class BytesSource:
         return 0
 
 
+FileState = tuple[int, int, int]
+"""Size, time of the last change, and inode of a file."""
+
+
 class Segment(NamedTuple):
     """A run of `nbytes` bytes at `offset` of the content, from `file_offset` of file number `file`."""
 
@@ -104,11 +109,12 @@ class _OpenFile:
     path: Path
     descriptor: int
     is_direct: bool
-    state: tuple[int, int, int]
+    state: FileState
 
 
 class FileSource:
-    """The source of a content that `segments` of files make up, in order. Close it after use."""
+    """The source of a content that `segments` of the files `paths` make up, in order. `states` says how the files were
+    when the segments were found. Close it after use. Raises KVStoreError(INVALID) for a file that has changed since."""
 
     def __init__(
         self,
@@ -119,12 +125,16 @@ class FileSource:
         *,
         kind: str,
         metadata: Mapping[str, str],
+        states: Sequence[FileState],
     ) -> None:
         self.kind, self.nbytes, self.tensors, self.metadata = kind, nbytes, tensors, metadata
         self._segments = _joined(segments)
         self._ends = np.array([each.offset + each.nbytes for each in self._segments])
         self._local = threading.local()
         self._files = [_open(path) for path in paths]
+        if (changed := self._changed(states)) is not None:
+            self.close()
+            raise _changed_meanwhile(changed)
 
     def fill(self, offset: int, nbytes: int, buffer: Bytes) -> int:
         """Write the `nbytes` bytes from `offset` on into `buffer`, and return where they begin. The longest run is read
@@ -144,10 +154,14 @@ class FileSource:
             buffer[begin + filled : begin + each.offset] = 0
             filled = each.offset + each.nbytes
         buffer[begin + filled : begin + nbytes] = 0
-        for file in self._files:
-            if _state(file.descriptor) != file.state:
-                raise invalid(f"{file.path} was changed while it was read: put it again")
+        if (changed := self._changed([file.state for file in self._files])) is not None:
+            raise _changed_meanwhile(changed)
         return begin
+
+    def _changed(self, states: Sequence[FileState]) -> Path | None:
+        """Return a file that is not in its state of `states`, if there is one."""
+        pairs = zip(self._files, states, strict=True)
+        return next((file.path for file, state in pairs if _state(file.descriptor) != state), None)
 
     def _runs(self, offset: int, nbytes: int) -> list[Segment]:
         """Return the runs of files in the `nbytes` bytes from `offset` on, by their offset there."""
@@ -214,7 +228,11 @@ def _open(path: Path) -> _OpenFile:
     return _OpenFile(path, descriptor, is_direct, _state(descriptor))
 
 
-def _state(descriptor: int) -> tuple[int, int, int]:
+def _changed_meanwhile(path: Path) -> KVStoreError:
+    return invalid(f"{path} was changed while it was read: put it again")
+
+
+def _state(descriptor: int) -> FileState:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
@@ -271,8 +289,10 @@ def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> Fi
     """
     listed: list[tuple[str, str, list[int]]] = []
     places: list[tuple[int, int]] = []
+    states: list[FileState] = []
     for number, path in enumerate(paths):
-        begin, tensors = _safetensors_header(path)
+        begin, tensors, state = _safetensors_header(path)
+        states.append(state)
         for name, each in tensors:
             listed.append((name, each["dtype"], each["shape"]))
             places.append((number, begin + each["data_offsets"][0]))
@@ -282,13 +302,14 @@ def safetensors_source(paths: Sequence[Path], metadata: Mapping[str, str]) -> Fi
         raise invalid(f"{paths[0].parent} has a tensor in two of its files")
     entries, nbytes = laid_out(listed)
     segments = [Segment(each.offset, each.nbytes, *place) for each, place in zip(entries, places, strict=True)]
-    return FileSource(paths, segments, entries, nbytes, kind="safetensors", metadata=metadata_of(metadata))
+    found = metadata_of(metadata)
+    return FileSource(paths, segments, entries, nbytes, kind="safetensors", metadata=found, states=states)
 
 
-def _safetensors_header(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
-    """Return where the data of a safetensors file begins, and its tensors by their place."""
+def _safetensors_header(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]]], FileState]:
+    """Return where the data of a safetensors file begins, its tensors by their place, and the state of the file."""
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size, *_ = state = _state(file.fileno())
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
             raise invalid(f"{path} is no safetensors file, or was cut short: it has no whole header")
@@ -302,7 +323,7 @@ def _safetensors_header(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]
             raise invalid(f"{path}: tensor {name} does not fit its shape")
         if 8 + length + end > size:
             raise invalid(f"{path}: tensor {name} ends after the file, which was cut short: fetch it again")
-    return 8 + length, sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
+    return 8 + length, sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]), state
 
 
 def _is_described(tensor: Any) -> bool:
@@ -329,6 +350,7 @@ def gguf_source(path: Path) -> FileSource:
     KVStoreError(INVALID) for another file, and OSError.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size, *_ = state = _state(file.fileno())
         require_whole(file, str(path), size)
-    return FileSource([path], [Segment(0, size, 0, 0)], (), size, kind="gguf", metadata={"file": path.name})
+    named, content = {"file": path.name}, [Segment(0, size, 0, 0)]
+    return FileSource([path], content, (), size, kind="gguf", metadata=named, states=[state])

@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from kvstore_client.arguments import PutTerms, positive_seconds, shown
 from kvstore_client.entry import connect
-from kvstore_client.errors import invalid
+from kvstore_client.errors import DaemonUnavailable, invalid, no_answer
 from kvstore_client.lease import Lease
-from kvstore_client.objects.filling import Filled, Filling, Progress
+from kvstore_client.objects.filling import Filled, Filling, Progress, largest_part
 from kvstore_client.objects.mapped import MappedObject
-from kvstore_client.objects.mapping import ObjectMapping
+from kvstore_client.objects.mapping import ObjectMapping, lease_whole
 from kvstore_client.objects.sources import BytesSource, Source
 from kvstore_client.requests import catalogue
-from kvstore_client.results import REASON_DEADLINE, REASON_LATE, REASON_NO_DAEMON, Lookup
+from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
-from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.manifest import (
@@ -56,6 +56,13 @@ class PutObject(NamedTuple):
     filled: Filled
 
 
+class Removed(NamedTuple):
+    """The outcome of a removal: the versions, and how many of their parts are mapped still."""
+
+    versions: list[wire.ObjectVersion]
+    mapped_parts: int
+
+
 class ObjectStore:
     """The objects of the tenant of `session`, which was opened with the fingerprint `OBJECTS`. A name may end in "@"
     and the number of a version; without, it means the newest. Methods raise KVStoreError: NOT_FOUND for a name that is
@@ -73,14 +80,18 @@ class ObjectStore:
 
     def listed(self, name: str = "") -> list[wire.ObjectVersion]:
         """Return the versions of `name`, or of all objects, by name, the oldest first."""
+        return [*self.catalogue(name).objects]
+
+    def catalogue(self, name: str = "") -> wire.CatalogueReply:
+        """Return the versions of `name`, or of all objects, and the bytes of removed blocks that are in use still."""
         name, version = named(name) if name else ("", 0)
-        request, found = wire.Catalogue(name=name, version=version), list[wire.ObjectVersion]()
-        while True:
-            reply = self._ask(request)
-            found += reply.objects
-            if not reply.more:
-                return found
-            request.after_name, request.after_version = found[-1].name, found[-1].version
+        request, whole = wire.Catalogue(name=name, version=version), wire.CatalogueReply(more=True)
+        while whole.more:
+            whole.MergeFrom(reply := self._ask(request))
+            whole.more = reply.more
+            if reply.more:
+                request.after_name, request.after_version = whole.objects[-1].name, whole.objects[-1].version
+        return whole
 
     def find(self, name: str) -> wire.ObjectVersion:
         """Return the version that `name` means. Raises KVStoreError(NOT_FOUND)."""
@@ -100,9 +111,15 @@ class ObjectStore:
 
     def _ask(self, request: wire.Catalogue) -> wire.CatalogueReply:
         daemon = self.session.daemon
-        reply = REASON_NO_DAEMON if daemon is None else catalogue(daemon, request, self._deadline_s)
+        try:
+            reply = REASON_NO_DAEMON if daemon is None else catalogue(daemon, request, self._deadline_s)
+        except KVStoreError as error:
+            if error.kind is not ErrorKind.INVALID or request.action != wire.Catalogue.ACTION_LIST:
+                raise
+            said = "this daemon is older than objects: install the release that this client has, and restart it"
+            raise DaemonUnavailable(said, is_refused=True) from None
         if isinstance(reply, str):
-            raise KVStoreError(ErrorKind.UNAVAILABLE, _no_answer(reply))
+            raise no_answer(reply)
         return reply
 
     # Put
@@ -119,44 +136,46 @@ class ObjectStore:
         progress: Progress = lambda done, total: None,
     ) -> PutObject:
         """Store the content of `source` as the newest version of `name`; if the newest has that very content, it stays.
-        Parts that are stored already are not written. With `pin` no part is evicted; it expires after `ttl` seconds.
-        `durability` is a put's. `part_bytes` is a size of `PART_CLASSES`, by default the largest that can be put.
+        Parts that are stored already are not written. With `pin` no part is evicted; it expires after `ttl` seconds,
+        or never. `durability` is a put's. `part_bytes` is a size of `PART_CLASSES`, by default the largest that can be
+        put. Raises KVStoreError, having named and pinned nothing, if the parts cannot be stored, or do not stay.
         """
         if named(name)[1]:
             raise invalid(f"{name}: a put makes a version of its own: leave @ out")
-        terms: PutTerms = {"pin": OWNER if pin else "", "ttl": ttl}
-        part_bytes = part_bytes or self._part_bytes()
+        self.listed(name)  # a daemon without a catalogue says so before anything is stored
+        terms: PutTerms = {"pin": OWNER if pin else "", "ttl": ttl or 0}
+        part_bytes = part_bytes or largest_part(self.session)
         if part_bytes not in PART_CLASSES:
             raise invalid(f"part_bytes must be one of {', '.join(map(str, PART_CLASSES))}")
         filling = Filling(self.session, part_bytes, durability, terms, self._deadline_s)
+        try:
+            return self._put(name, source, filling, progress)
+        except DaemonUnavailable:
+            raise
+        except BaseException:
+            if pin:  # nothing names what was stored
+                with suppress(KVStoreError):
+                    self._unpin([*filling.stored])
+            raise
+
+    def _put(self, name: str, source: Source, filling: Filling, progress: Progress) -> PutObject:
         filled = filling.fill(source, progress)
-        manifest = Manifest(source.kind, source.nbytes, part_bytes, filled.parts, source.tensors, source.metadata)
-        packed = manifest.pack()
-        described = filling.fill(BytesSource(packed))
+        parts, ttl = filled.parts, filling.terms["ttl"]
+        manifest = Manifest(source.kind, source.nbytes, filling.part_bytes, parts, source.tensors, source.metadata)
+        packed = BytesSource(content := manifest.pack())
+        described = filling.fill(packed)
         entry = wire.ObjectVersion(
-            digest=manifest_digest(packed), manifest_parts=b"".join(described.parts), manifest_bytes=len(packed),
-            kind=source.kind, nbytes=source.nbytes, parts=len(filled.parts), pinned=pin,
+            digest=manifest_digest(content), manifest_parts=b"".join(described.parts), manifest_bytes=len(content),
+            kind=source.kind, nbytes=source.nbytes, parts=len(parts), pinned=bool(filling.terms["pin"]),
             expires_s=int(time.time() + ttl) if ttl else 0,
         )  # fmt: skip
+        keys = self._keys([*parts, *described.parts])
+        filling.make_whole(name, keys, (source, packed), progress)
         reply = self._ask(wire.Catalogue(action=wire.Catalogue.ACTION_PUT, name=name, object=entry))
-        keys = self._keys([*filled.parts, *described.parts])
-        if self.session.lookup(keys=keys, deadline_s=self._deadline_s).blocks < len(keys):  # a remove ran meanwhile
-            filling.fill(source, progress)
-            filling.fill(BytesSource(packed))
-        return PutObject(reply.objects[0], filled)
-
-    def _part_bytes(self) -> int:
-        daemon = self.session.daemon
-        staging = None if daemon is None else daemon.staging
-        room = 0
-        if daemon is not None and staging is not None:
-            room = min(len(staging.memory) - HEADER_BYTES, daemon.max_block_bytes)
-        fitting = [size for size in PART_CLASSES if size <= room]
-        if not fitting:
-            raise KVStoreError(
-                ErrorKind.UNAVAILABLE, "no part can be put: no daemon, or no staging memory (host.staging)"
-            )
-        return fitting[-1]
+        if not ttl:
+            self.session.touch(keys=keys, ttl=0)  # a remove may have ended what was mapped
+        filling.make_whole(name, keys, (source, packed), progress)
+        return PutObject(reply.objects[0], filled._replace(durable_parts=filling.durable(keys[: len(parts)])))
 
     # Read
 
@@ -187,32 +206,12 @@ class ObjectStore:
         return MappedObject(entry, manifest, mapping, content)
 
     def _leased(self, entry: wire.ObjectVersion, digests: Sequence[bytes], deadline_s: float) -> Lease:
-        """Return a lease on the blocks of all `digests`, promoted if need be."""
-        keys, until = self._keys(digests), time.monotonic() + deadline_s
-        held = Lease()
-        while True:
-            left_s = until - time.monotonic()
-            lease = self.session.get(keys=keys, deadline_s=max(left_s, 0.001))
-            held.release()
-            if len(lease) == len(keys):
-                return lease
-            held = lease
-            if lease.reason not in (REASON_LATE, REASON_DEADLINE, "") or left_s <= 0:
-                held.release()
-                raise KVStoreError(ErrorKind.UNAVAILABLE, self._why(entry, len(lease), len(keys), lease.reason))
-            time.sleep(RETRY_S)
-
-    def _why(self, entry: wire.ObjectVersion, held: int, wanted: int, reason: str) -> str:
-        if reason == REASON_NO_DAEMON:
-            return f"{label(entry)}: {_no_answer(reason)}"
-        if reason in (REASON_LATE, REASON_DEADLINE):
-            return f"{label(entry)}: {held} of {wanted} parts came to DRAM in time: is it larger than the host tier?"
-        return f"{label(entry)}: part {held} of {wanted} is not stored any more ({reason}): put it again"
+        return lease_whole(self.session, self._keys(digests), label(entry), deadline_s)
 
     def _keys(self, digests: Sequence[bytes]) -> BlockKeys:
         keys = [self.session.keys(part_tokens(digest)) for digest in digests]
         if any(key is None for key in keys):
-            raise KVStoreError(ErrorKind.UNAVAILABLE, _no_answer(REASON_NO_DAEMON))
+            raise no_answer(REASON_NO_DAEMON)
         return BlockKeys(b"".join(key.packed for key in keys if key is not None))
 
     def located(self, entry: wire.ObjectVersion) -> tuple[BlockKeys, Lookup]:
@@ -257,10 +256,14 @@ class ObjectStore:
         """End the pin of an object; parts that another pinned object has too stay pinned."""
         entry = self.find(name)
         changed = self._change(entry, pinned=False)
-        others = [each for each in self.listed() if each.pinned]
-        for digest in self._only_of([entry], others):
-            self.session.touch(keys=self._keys([digest]), unpin=OWNER)
+        self._unpin([*_digests(entry.manifest_parts), *self.manifest(entry).parts])
         return changed
+
+    def _unpin(self, digests: Iterable[bytes]) -> None:
+        """End the pins of the parts `digests` that no object has which is listed as pinned."""
+        shared = {part for each in self.listed() if each.pinned for part in self._parts_or_none(each)}
+        for digest in set(digests) - shared:
+            self.session.touch(keys=self._keys([digest]), unpin=OWNER)
 
     def expire(self, name: str, ttl: float) -> wire.ObjectVersion:
         """Let the object expire in `ttl` seconds, or never for 0; parts that others have too are kept as they are."""
@@ -270,8 +273,12 @@ class ObjectStore:
         return self._change(entry, expires_s=int(time.time() + ttl) if ttl else 0)
 
     def remove(self, name: str) -> list[wire.ObjectVersion]:
-        """Remove the versions that `name` means (all, without @), and the parts that no other object has. Mapped parts
-        stay until they are not mapped any more, and are then evicted."""
+        """Remove the versions that `name` means, and return them, as `take_away` does."""
+        return self.take_away(name).versions
+
+    def take_away(self, name: str) -> Removed:
+        """Remove the versions that `name` means (all, without @), and the parts that no other object has. Memory of
+        mapped parts counts as the tenant's until they are not mapped any more."""
         bare, version = named(name)
         going = self.listed(name)
         if not going:
@@ -279,12 +286,14 @@ class ObjectStore:
         manifests = {each.digest: self._parts_or_none(each) for each in going}
         request = wire.Catalogue(action=wire.Catalogue.ACTION_REMOVE, name=bare, version=version)
         removed = list(self._ask(request).objects)
-        left = self.listed()
+        left, mapped = self.listed(), 0
         for digest in self._only_of([each for each in removed if each.digest in manifests], left, manifests):
             keys = self._keys([digest])
+            self.session.touch(keys=keys, unpin=OWNER)  # what is pinned cannot be deleted
             if self.session.delete(keys=keys, deadline_s=self._deadline_s).leased:
-                self.session.touch(keys=keys, unpin=OWNER, priority=-8)
-        return removed
+                mapped += 1
+                self.session.touch(keys=keys, ttl=1)  # readers keep the memory
+        return Removed(removed, mapped)
 
     def _only_of(
         self,
@@ -386,7 +395,3 @@ def label(entry: wire.ObjectVersion) -> str:
 
 def _digests(packed: bytes) -> list[bytes]:
     return [packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)]
-
-
-def _no_answer(reason: str) -> str:
-    return "no daemon answers" if reason == REASON_NO_DAEMON else f"the daemon gave no answer ({reason})"

@@ -1001,8 +1001,11 @@ class CatalogueReply(google.protobuf.message.Message):
 
     OBJECTS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    LIMBO_BYTES_FIELD_NUMBER: builtins.int
     more: builtins.bool
     """LIST: ask again, after the last of these"""
+    limbo_bytes: builtins.int
+    """LIST: of the tenant's removed blocks, which readers use still"""
     @property
     def objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ObjectVersion]:
         """found, put, changed or removed; by name, the oldest version first"""
@@ -1012,8 +1015,9 @@ class CatalogueReply(google.protobuf.message.Message):
         *,
         objects: collections.abc.Iterable[global___ObjectVersion] | None = ...,
         more: builtins.bool = ...,
+        limbo_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["more", b"more", "objects", b"objects"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limbo_bytes", b"limbo_bytes", "more", b"more", "objects", b"objects"]) -> None: ...
 
 global___CatalogueReply = CatalogueReply
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvstore_client import KVStoreError
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.sources import SLACK_BYTES, ArraySource, Source, weights_source
-from kvstore_proto.manifest import NUMPY_DTYPES
+from kvstore_proto.manifest import NUMPY_DTYPES, laid_out
 from tests.reference.tiny_llama import write_tiny_llama
 
 
@@ -163,6 +163,20 @@ def test_a_gguf_file_with_lengths_of_no_file_is_refused_at_once(tmp_path: Path) 
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", *counts) + b"\xff" * 200)
         with pytest.raises(KVStoreError, match=r"odd\.gguf is no whole GGUF file"):
             weights_source(path)
+
+
+def test_a_file_that_is_replaced_behind_its_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors_file(path, {"a": np.arange(9000, dtype="f4")})
+
+    def replaced(*layout: Any) -> Any:
+        safetensors_file(tmp_path / "new", {"b": np.arange(9000, dtype="f4")})
+        os.replace(tmp_path / "new", path)
+        return laid_out(*layout)
+
+    monkeypatch.setattr("kvstore_client.objects.sources.laid_out", replaced)
+    with pytest.raises(KVStoreError, match="changed while it was read"):
+        weights_source(path)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
             "tenants drop alice --yes",
             [
                 "dropped 9 blocks (9.0 MiB) of alice",
+                "2 clients disconnected: end processes that have objects mapped",
                 "1 block stayed in use",
                 "key is destroyed",
                 "12 slots",

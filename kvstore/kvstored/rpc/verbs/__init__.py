@@ -82,7 +82,7 @@ class Verbs:
             "delete": self._deleted,
             "explain": explain,
             "bump_weights": partial(_bumped, bump),
-            "catalogue": partial(_catalogued, catalogue),
+            "catalogue": partial(_catalogued, catalogue, store.leases.limbo_bytes),
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
@@ -332,12 +332,16 @@ async def _bumped(
 
 async def _catalogued(
     catalogue: Callable[[Tenant, pb.Catalogue], Awaitable[pb.CatalogueReply]],
+    limbo_bytes: Callable[[int], int],
     session: ClientSession,
     request: pb.Catalogue,
 ) -> pb.CatalogueReply:
-    if request.action != pb.Catalogue.ACTION_LIST:
+    is_list = request.action == pb.Catalogue.ACTION_LIST
+    if not is_list:
         session.require_writer()
-    return await catalogue(session.tenant, request)
+    reply = await catalogue(session.tenant, request)
+    reply.limbo_bytes = limbo_bytes(session.tenant_id) if is_list else 0
+    return reply
 
 
 def _at_once(op: str, verb: Callable[[ClientSession, Any], Any]) -> Quick:
