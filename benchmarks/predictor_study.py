@@ -5,8 +5,9 @@
 
 How guesses are judged: `kvstore_simulator.judging`. For each horizon: how many guesses, how many came true, ECE (10
 bins), log loss against the mean's, Brier score, precision and recall (among the guesses) at a few thresholds.
-Then what an event costs, and the memory for a million blocks, measured on a made-up workload. With --model also
-`learned`, with that model; it must have been trained with nothing of what is judged.
+Then what an event costs, what a request waits for it (the predictor learns from it afterwards), and the memory for a
+million blocks, measured on a made-up workload. With --model also `learned`, with that model; it must have been trained
+with nothing of what is judged.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from kvstore_predictor.session_return import SessionReturn
 from kvstore_simulator.judging import judge
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.trace import Trace, TraceBuilder
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.model_file import read_model
 
+WAITING = 1000  # requests
 PREDICTORS: dict[str, Callable[[], Predictor]] = {
     SessionReturn.name: SessionReturn,
     Markov.name: Markov,
@@ -62,8 +65,22 @@ def judged(trace: Trace, predictor: Predictor, learn: float, questions: int) -> 
     figures: dict[str, object] = {f"{horizon_s:g} s": each.figures() for horizon_s, each in seen.items()}
     mean, (half, most) = float(np.mean(events_us)), np.percentile(events_us, (50, 99)).tolist()
     asking = float(np.median(asked_us)) if asked_us else 0.0
-    figures["us"] = {"event mean": mean, "p50": half, "p99": most, "question": asking}
+    waits = float(np.percentile(waits_us(trace, predictor), 99))
+    figures["us"] = {"event mean": mean, "p50": half, "p99": most, "a request waits p99": waits, "question": asking}
     return figures
+
+
+def waits_us(trace: Trace, predictor: Predictor) -> list[float]:
+    """Return how many microseconds each of the last requests of `trace` waits until the predictor knows of it."""
+    owed: list[Callable[[], None]] = []
+    took_us: list[float] = []
+    requested = timed(GuardedPredictor(predictor, owed.append).requested, took_us)
+    for at in range(max(0, trace.requests - WAITING), trace.requests):
+        blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
+        requested(PredictorRequest(0, [trace.key(block) for block in blocks]), trace.times_ns[-1] * 1e-9)
+        while owed:
+            owed.pop()()
+    return took_us
 
 
 def made_up(requests: int, seed: int) -> Trace:

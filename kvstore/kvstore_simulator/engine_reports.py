@@ -39,6 +39,8 @@ class EngineReports:
         self._hints = made_up(trace, hints)
         self._running: list[tuple[int, int, int]] = []  # heap of (end, request, answer's tokens)
         self._queued = 0  # requests up to here have been seen in the queue
+        columns = (trace.ops == Op.REQUEST, trace.input_tokens, trace.output_tokens, trace.kinds)
+        self._prompts = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def ended(self, now_ns: int) -> None:
         """Report to the policy the answers that have ended by the time `now_ns`."""
@@ -51,20 +53,19 @@ class EngineReports:
         """Report to the policy the prompt of request number `at`, and the answers that have ended by the time
         `now_ns`.
         """
-        trace, running, policy = self._trace, self._running, self._policy
+        policy = self._policy
         self.ended(now_ns)
         if self._queue_s:
             self._report_queue(at, now_ns)
-        if trace.ops[at] != Op.REQUEST:
+        is_request, asked, tokens, kind = self._prompts[at]
+        if not is_request:
             return
-        asked, tokens = int(trace.input_tokens[at]), int(trace.output_tokens[at])
         if not tokens:  # a recording, say: its hints have the answers
             if asked:
                 policy.expect(RequestContext(at, asked))
             return
-        kind = trace.kind_names[trace.kinds[at]]
-        policy.expect(RequestContext(at, asked, kind, is_answered_later=True))
-        heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
+        policy.expect(RequestContext(at, asked, self._trace.kind_names[kind], is_answered_later=True))
+        heappush(self._running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
 
     def _report_queue(self, at: int, now_ns: int) -> None:
         """Report the requests that will be looked up soon and whose chains are in the tier."""

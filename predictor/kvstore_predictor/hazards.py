@@ -370,8 +370,9 @@ class HazardTables:
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
         """Return the chance of a return in each age bin, given none before, with a row for each of `cells`."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
-        asked = np.flatnonzero(np.isin(cells, self._asked)) if self._asked else ()
-        if len(asked):
+        waiting = set(self._asked)
+        asked = [at for at, cell in enumerate(cells) if cell in waiting] if waiting else ()
+        if asked:
             mixed[asked] = np.matmul(self.weights(), self._estimated(np.asarray(cells)[asked]))
         if hints.any():
             (chances, next_steps), (chance, next_step) = self.hint_factors(), hints

@@ -161,6 +161,14 @@ def test_over_maximum_then_order(name: str) -> None:
     assert evict_all(shelf, policy) == [over[0], *within, over[1]]
 
 
+def test_a_tenant_without_blocks_loses_none_of_others(name: str) -> None:
+    shelf = Shelf(tenants=2)
+    policy = create(name, shelf.residency, HOST)
+    (row,) = shelf.chain(0)
+    assert policy.next_victim(1, tenant=1) == -1
+    assert policy.next_victim(1, tenant=0) == row
+
+
 def test_a_minimum_protects_from_others_and_not_from_its_owner(name: str) -> None:
     shelf = Shelf(tenants=2)
     policy = create(name, shelf.residency, HOST)

@@ -125,7 +125,7 @@ def make_prefetch(
             if settings.predictor != LEARNED:
                 raise
             raise ConfigError(f"prefetch.model: {error}") from None
-    guarded = GuardedPredictor(predictor)
+    guarded = GuardedPredictor(predictor, _soon)
     held_bytes = ground.config.host.capacity_bytes // HELD_SHARE
     credit = PrefetchCredit(settings.waste_limit, settings.min_probability, held_bytes, ground.counters)
     prefetcher = Prefetcher(settings, guarded, residency, promoter, policies, ground.clock, recent, credit)

@@ -21,6 +21,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
 from kvstored.store.policies import ChainHint
+from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.lane import Refused
@@ -83,9 +84,10 @@ def over_a_store(make: Callable[[], Predictor], tmp_path: Path, scenario: Scenar
 
 
 async def get(driven: DrivenStore, keys: list[bytes]) -> int:
-    """The blocks of a get, once its events have been reported."""
+    """The blocks of a get, once its events have been reported and the predictor has learned from them."""
     found = await driven.get(keys)
-    await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0)
     return found.blocks
 
 
@@ -130,6 +132,38 @@ def test_a_hint_names_the_request_that_it_is_of_and_a_deletion_is_passed_on(tmp_
         assert set(notes.forgotten) == set(KEYS)
 
     over_a_store(lambda: notes, tmp_path, scenario)
+
+
+def test_a_predictor_learns_from_a_request_in_the_next_turn_or_before_it_is_asked() -> None:
+    owed: list[Callable[[], None]] = []
+    notes = Notes()
+    guarded = GuardedPredictor(notes, owed.append)
+    noted = []
+    for at in range(2):
+        guarded.requested(PredictorRequest(at, KEYS), float(at))
+        noted.append(len(notes.requests))
+    assert len(owed) == 1
+    owed.pop()()
+    noted.append(len(notes.requests))
+    guarded.requested(PredictorRequest(2, KEYS), 2.0)
+    guarded.guesses(2.0, 60.0, 8)
+    noted.append(len(notes.requests))
+    owed.pop()()
+    assert noted == [0, 0, 2, 3] and [tenant for tenant, _ in notes.requests] == [0, 1, 2]
+
+
+def test_a_predictor_that_fails_in_the_next_turn_is_not_asked_again() -> None:
+    owed: list[Callable[[], None]] = []
+    notes = Notes()
+    guarded = GuardedPredictor(notes, owed.append)
+    notes.fails = True
+    for at in range(2):
+        guarded.requested(PredictorRequest(at, KEYS), float(at))
+    owed.pop()()
+    assert guarded.failure == "ZeroDivisionError: a mistake"
+    notes.fails = False
+    guarded.requested(PredictorRequest(2, KEYS), 2.0)
+    assert not owed and not notes.requests and guarded.guesses(2.0, 60.0, 8) == []
 
 
 def test_a_predictor_that_fails_costs_no_request_and_is_not_asked_again(tmp_path: Path) -> None:

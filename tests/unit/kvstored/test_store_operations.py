@@ -251,6 +251,7 @@ async def test_a_get_that_is_loaded_whole_is_a_request_and_not_the_end_of_the_pu
         driven.leave_host(KEYS)
         driven.small.clock.advance(s=10.0)
         await driven.stream(GetRequest(PACKED))
+        await asyncio.sleep(0)  # it learns in a turn of its own
         assert policy.follower.book.learning.returns == number
 
 

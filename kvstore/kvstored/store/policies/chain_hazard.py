@@ -16,7 +16,7 @@ choice if chains say nothing: blocks without parents, each used by itself; it is
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -51,6 +51,73 @@ _HOT_RANK = HOT_WORTH / HOUR_S  # worth one use a minute of holding it
 _WARM_RANK = WARM_WORTH / HOUR_S
 _NOT_OURS = -1.0
 _DEFAULT = LearningSettings()
+_WAITING_MAX = 256  # blocks of events that wait: half as many as may have been stored and not used yet
+
+
+class WaitingEvents:
+    """A queue of a tier's events. `follower` takes them in at the next turn of the event loop, for which no request
+    waits, or earlier if a decision needs them. `later` has the meaning of `PolicySettings.later`. An entry of `events`
+    has rows, the keys that were missing (None if the rows were stored, not used), tenant, time and context."""
+
+    def __init__(self, follower: ChainFollower, later: Callable[[Callable[[], None]], object] | None) -> None:
+        self.follower = follower
+        self.context: RequestContext | None = None  # of the next request
+        self.events: list[tuple[list[int], Sequence[bytes] | None, int, int, RequestContext | None]] = []
+        self._blocks = 0
+        self._later = later
+        self._is_due = False  # `_catch_up` will be called
+
+    def stored(self, rows: Sequence[int], tenant: int, now_ns: int) -> None:
+        """Note that the blocks `rows` of `tenant` are new in the tier."""
+        events = self.events
+        if len(self.follower.fresh) > _WAITING_MAX:  # it looks at some of these, and when they were used last
+            self.take_in()
+            self.follower.inserted(rows, now_ns)
+        elif events and events[-1][1] is None and events[-1][2] == tenant:
+            events[-1][0].extend(rows)
+            self._count(len(rows))
+        else:
+            events.append((list(rows), None, tenant, now_ns, None))
+            self._count(len(rows))
+
+    def used(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        """Note that a request of `tenant` used the blocks `rows`, and also wanted those with the keys `missing`."""
+        self.events.append((list(rows), list(missing), tenant, now_ns, self.context))
+        self.context = None
+        self._count(len(rows) + len(missing))
+
+    def _count(self, blocks: int) -> None:
+        self._blocks += blocks
+        if self._blocks > _WAITING_MAX:
+            self.take_in()
+        self.call_later()
+
+    def call_later(self) -> None:
+        """Have the follower take in what waits, and do its background work, when no request waits."""
+        if self._is_due:
+            return
+        if self._later is None:
+            self._catch_up()
+        else:
+            self._is_due = True
+            self._later(self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._is_due = False
+        self.take_in()
+        self.follower.keep_up()
+
+    def take_in(self) -> None:
+        """Let the follower take in the events that wait."""
+        if not self.events:
+            return
+        follower, events = self.follower, self.events
+        self.events, self._blocks = [], 0
+        for rows, missing, tenant, now_ns, context in events:
+            if missing is None:
+                follower.inserted(rows, now_ns)
+            else:
+                follower.requested(rows, missing, tenant, now_ns, context)
 
 
 class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
@@ -70,12 +137,14 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
     ) -> None:
         super().__init__(residency, tier, settings, name)
         self.follower = ChainFollower(residency, tier, self.settings, learning)
+        self._waiting = WaitingEvents(self.follower, self.settings.later)
         self._is_sure = False  # enough has been seen to decline a newcomer, once and for all
 
     @property
     def is_lru(self) -> bool:
         """True while this policy decides as LRU (it evicts the block used longest ago): it knows too little yet, or LRU
         would have more hits."""
+        self._waiting.take_in()
         return self.follower.is_lru
 
     def set_share(self, tenant: int, share: Share) -> None:
@@ -85,44 +154,57 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
     # Events
 
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        self.follower.inserted(rows, now_ns)
+        self._waiting.stored(rows, self.residency.tenant_of(rows[0]), now_ns)
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
+        self._waiting.take_in()
         self.follower.adopt(rows)
 
     def expect(self, context: RequestContext) -> None:
-        self.follower.expect(context)
+        self._waiting.context = context
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        self.follower.requested(rows, (), self.residency.tenant_of(rows[0]), now_ns)
+        self._waiting.used(rows, (), self.residency.tenant_of(rows[0]), now_ns)
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        self.follower.requested(rows, missing, tenant, now_ns)
+        self._waiting.used(rows, missing, tenant, now_ns)
 
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
+        self._waiting.take_in()
         self.follower.arriving(tenant, parent, keys, now_ns)
+        if self.follower.owed:
+            self._waiting.call_later()
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
+        self._waiting.take_in()
         self.follower.answered(number, output_tokens, now_ns, hint)
 
     def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
+        self._waiting.take_in()
         self.follower.on_hint(tenant, row, key, hint, now_ns)
 
     def removed(self, rows: Sequence[int]) -> None:
+        if self._waiting.events:
+            self._waiting.take_in()
         self.follower.removed(rows)
 
     def released(self, row: int) -> None:
+        if self._waiting.events:
+            self._waiting.take_in()
         self.follower.released(row)
 
     def __len__(self) -> int:
+        self._waiting.take_in()
         return self.follower.lru.rows
 
     # Over a restart
 
     def export_state(self) -> Iterator[Piece]:
+        self._waiting.take_in()
         return state_of(self.follower)
 
     def import_state(self, state: State, origin: Origin) -> None:
+        self._waiting.take_in()
         former = self.follower
         ladders = ladders_in(state, former.book.tables.orders)
         follower = ChainFollower(
@@ -138,14 +220,17 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
             restore(follower, state, origin)
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"its parts do not fit together: {error}") from None
-        self.follower = follower
+        self.follower = self._waiting.follower = follower
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        self._waiting.take_in()
         self.follower.forget(tenant, keys)
 
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
+        if self._waiting.events:
+            self._waiting.take_in()
         follower = self.follower
         row = follower.next
         is_next = row >= 0 and tenant is None and row not in exclude and not self.shares
@@ -197,6 +282,8 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
         return run
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
+        if self._waiting.events:
+            self._waiting.take_in()
         follower = self.follower
         book = follower.book
         chains, theirs = book.chains, book.owner[victim]
@@ -242,6 +329,7 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
         return row if row >= 0 else follower.lru.first(tenant, now_ns, exclude)
 
     def below_keep_worth(self, now_ns: int, limit: int) -> list[int]:
+        self._waiting.take_in()
         follower = self.follower
         if follower.poor is None or follower.is_lru:
             return []
@@ -258,6 +346,7 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
         return self.follower.candidates[self.follower.book.chains.tenant[chain]].value(chain, self.follower.now_s)
 
     def expected_uses_per_hour(self, row: int, now_ns: int) -> float | None:
+        self._waiting.take_in()
         chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else UNOWNED
         if self.follower.is_lru or chain < 0:
             return None
@@ -266,6 +355,7 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
         """Return an array with the class of each of `rows` (0 cold, 1 warm, 2 hot), by the expected uses of the blocks'
         chains. While the policy decides as LRU, the time of the last use decides."""
+        self._waiting.take_in()
         found = self.follower.lru.classes(rows, now_ns)
         if self.follower.is_lru:
             return found

@@ -124,9 +124,9 @@ class Lru(OrderedPolicy):
         return run
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        if not exclude and len(self.queues.of) == 1 and not self.shares and not self._returned[0]:
+        if not tenant and len(self.queues.of) == 1 and not self.shares and not self._returned[0]:
             row = self.queues.of[0].front  # of nearly every question the answer
-            if row >= 0 and self.may_name(row, self.tier):
+            if row >= 0 and row not in exclude and self.may_name(row, self.tier):
                 return row
         return super().next_victim(now_ns, exclude=exclude, tenant=tenant)
 

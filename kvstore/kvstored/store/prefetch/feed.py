@@ -99,8 +99,8 @@ class Feed:
 
     def _requested(self, tenant: int, keys: Sequence[bytes], context: RequestContext, now_ns: int) -> None:
         request = PredictorRequest(tenant, keys, context.number, context.input_tokens, context.kind)
-        self._predictor.attempt(lambda it: it.requested(request, now_ns / NS_PER_S), None)
-        self._predictor.attempt(lambda _: self._prefetcher.requested(tenant, keys, now_ns), None)
+        self._predictor.requested(request, now_ns / NS_PER_S)
+        self._predictor.beside(lambda: self._prefetcher.requested(tenant, keys, now_ns))
 
     def _above(self, tenant: int, key: bytes) -> list[bytes]:
         """Return the chain down to the block `key`, as far as it is stored."""

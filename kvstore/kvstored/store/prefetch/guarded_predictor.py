@@ -1,4 +1,5 @@
-"""A predictor behind a guard: after an exception only predictions are lost, and no request fails.
+"""A predictor behind a guard: after an exception only predictions are lost, and no request fails. It learns from a
+request in the event loop's next turn, so that the request does not wait for it.
 
 The module owns whether the predictor still works. After its first exception it is not asked again: its next answers
 would rest on a state that is half changed.
@@ -10,12 +11,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, State, within
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, PredictorRequest, State, within
 from kvstored.clock import NS_PER_S
 from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 from kvstored.store.policies import Origin
@@ -42,10 +44,15 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
 
 class GuardedPredictor:
     """A wrapper around a predictor that protects requests from its errors: after its first exception the predictor is
-    not used any more. `failure` is that exception's text, "" while the predictor works."""
+    not used any more. `failure` is that exception's text, "" while the predictor works. `later` is called with work
+    that no request waits for, and runs it after the present event; None runs such work at once."""
 
-    def __init__(self, predictor: Predictor | None) -> None:
+    def __init__(
+        self, predictor: Predictor | None, later: Callable[[Callable[[], None]], object] | None = None
+    ) -> None:
         self._predictor = predictor
+        self._later = later
+        self._waiting: list[tuple[PredictorRequest, float]] = []  # requests and their times
         self.name = NONE if predictor is None else predictor.name
         self.failure = ""
         self.hints = 0  # given to it
@@ -58,6 +65,30 @@ class GuardedPredictor:
         """Return the result of `call` with the predictor as its argument. Return `otherwise` if there is no predictor,
         or it has failed or fails now.
         """
+        if self._waiting:
+            self._learn()
+        return self._guarded(call, otherwise)
+
+    def beside(self, call: Callable[[], None]) -> None:
+        """Make `call`, which belongs to prediction but does not ask the predictor, under the same guard."""
+        self._guarded(lambda _: call(), None)
+
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
+        """Let the predictor learn that `request` arrived at `now_s`: later, but before it is asked anything."""
+        if not self.works:
+            return
+        self._waiting.append((request, now_s))
+        if self._later is None:
+            self._learn()
+        elif len(self._waiting) == 1:
+            self._later(self._learn)
+
+    def _learn(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request, now_s in waiting:
+            self._guarded(methodcaller("requested", request, now_s), None)
+
+    def _guarded(self, call: Callable[[Predictor], Answer], otherwise: Answer) -> Answer:
         if self._predictor is None or self.failure:
             return otherwise
         try:

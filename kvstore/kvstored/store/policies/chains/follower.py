@@ -78,9 +78,7 @@ class ChainFollower:
         self.named_worth = -1.0  # once it has been asked for
         self.named = self.next = -1
         self.poor: PoorChains | None = None
-        self._context: RequestContext | None = None
-        self._later = settings.later
-        self._owed: list[tuple[int, int]] = []  # upkeep: tenant and blocks of requests
+        self.owed: list[tuple[int, int]] = []  # upkeep: tenant and blocks of requests
         self._copies = residency.copies[tier]
         if settings.keep_worth:
             self.poor = PoorChains(residency, tier, self.book, settings.keep_worth / HOUR_S)
@@ -126,10 +124,14 @@ class ChainFollower:
         np.frombuffer(self.book.owner, np.int32)[rows] = UNKNOWN
         self.unknown += len(rows)
 
-    def expect(self, context: RequestContext) -> None:
-        self._context = context
-
-    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+    def requested(
+        self,
+        rows: Sequence[int],
+        missing: Sequence[bytes],
+        tenant: int,
+        now_ns: int,
+        context: RequestContext | None = None,
+    ) -> None:
         self.next = self.named = -1
         if rows:
             self.lru.accessed(rows, now_ns)
@@ -149,7 +151,6 @@ class ChainFollower:
             self._look_at(chain, looks=0)
             rows, missed = rows[filled:], missed - filled
             if not rows:
-                self._context = None
                 return
         if self.unknown:
             owner = book.owner
@@ -163,32 +164,20 @@ class ChainFollower:
             if self.poor is not None:
                 self.guard.held_by_choice = self.lru.rows - missed
             self.guard.used(tenant, self.residency.rows.keys, rows, missed, missing)
-        context, self._context = self._context, None
         chain = book.used(rows, tenant, self.lru.accesses, now_s, context, missing)
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
-        self._keep_up(tenant, len(rows) + len(missing))
+        self.owed.append((tenant, len(rows) + len(missing)))
         self.is_plain = not self.is_lru
 
-    def _keep_up(self, tenant: int, blocks: int) -> None:
-        """Run at most one step of background work, after the request if that can be. A request may spend 2 µs for each
-        of its `blocks`, less the time that refreshing the candidates took.
+    def keep_up(self) -> None:
+        """Run at most one step of background work for each request that was taken in since the last call. A request may
+        spend 2 µs for each of its blocks, less the time that refreshing the candidates took.
         """
-        if self._later is None:
-            self._upkeep(tenant, blocks)
-            return
-        self._owed.append((tenant, blocks))
-        if len(self._owed) == 1:
-            self._later(self._catch_up)
-
-    def _catch_up(self) -> None:
-        owed, self._owed = self._owed, []
+        owed, self.owed = self.owed, []
         for tenant, blocks in owed:
-            self._upkeep(tenant, blocks)
-
-    def _upkeep(self, tenant: int, blocks: int) -> None:
-        taken_us = self.candidates[tenant].refresh(self.now_s, blocks * US_A_BLOCK)
-        self.book.upkeep.requested(blocks, self.now_s, taken_us=taken_us)
+            taken_us = self.candidates[tenant].refresh(self.now_s, blocks * US_A_BLOCK)
+            self.book.upkeep.requested(blocks, self.now_s, taken_us=taken_us)
 
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
         self.know_tenant(tenant)
@@ -203,7 +192,7 @@ class ChainFollower:
         chain = book.used((), tenant, self.lru.accesses, now_s, None, keys, parent)
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
-        self._keep_up(tenant, len(keys))
+        self.owed.append((tenant, len(keys)))
         self.is_plain = not self.is_lru
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
