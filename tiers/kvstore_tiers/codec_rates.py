@@ -126,12 +126,13 @@ class SteadyRate:
 
 class CodecRates:
     """The rates of one tier: `medium` in stored bytes, `decoding` and `encoding` in payload bytes by the number of the
-    codec, as is `served`, of whole reads (0: of blocks without a codec); and what blocks shrank to. `threads` threads
-    read and decode side by side."""
+    codec, of reads and of measurements; `decoding_of_reads` of reads alone; `served` of whole reads (0: of blocks
+    without a codec); and what blocks shrank to. `threads` threads read and decode side by side."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.medium = BusyRate(seconds)
         self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
+        self.decoding_of_reads: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.served: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds, FEWEST_SERVED))
         self.threads = 1

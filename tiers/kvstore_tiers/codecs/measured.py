@@ -15,7 +15,7 @@ from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codec_rates import FEWEST_RUNS, CodecRates
 from kvstore_tiers.codecs import Codec, CodingError, Encoded
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
-from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
+from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at, checksum_at
 
 log = logging.getLogger(__name__)
 ROUNDS = 8
@@ -67,6 +67,7 @@ class Measured(Codec):
             for _ in range(ROUNDS):
                 with self._rates.decoding[self.number].work(payload.nbytes):
                     self.decode(target[: encoded.nbytes], back.data)
+                    checksum_at(back.ctypes.data, back.nbytes)  # as a read does
 
         threads = min(self._rates.threads, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, f"measure-{self.name}") as side_by_side:

@@ -235,8 +235,9 @@ class SlotTransfers:
             outcome = self._read_verified(place, expect_key, [pages])
             if outcome.header is None or not outcome.ok or outcome.header.coded is None:
                 return outcome
-            header = outcome.header
-            with self._rates.decoding[codec & ~SEALED].work(header.payload_bytes):
+            header, number = outcome.header, codec & ~SEALED
+            done = header.payload_bytes
+            with self._rates.decoding[number].work(done), self._rates.decoding_of_reads[number].work(done):
                 return decode_image(header, pages.part(0, header.stored_bytes), segments)
 
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:

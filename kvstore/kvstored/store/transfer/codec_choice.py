@@ -19,6 +19,7 @@ from kvstore_tiers.codecs import CODECS, Codec, codec_named
 
 AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
 WORTHWHILE = 1.04  # less gain is within what measuring misses
+IDLE_SHARE = 2 / 3  # of the cores for decoding, while gets read, copy and check
 MEASURE_AGAIN_S, TRY_AGAIN_S = 10.0, 60.0
 
 
@@ -96,13 +97,22 @@ class CodecChoice:
         coded, plain = (each.recent_bytes_per_s for each in served)
         if coded and plain and _are_alike(*served):
             return coded / plain
-        medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number]
-        together, alone, ratio = decoding.bytes_per_s, decoding.bytes_per_s_alone, self._rates.ratio(codec.number)
+        medium, ratio = self._rates.medium.bytes_per_s, self._rates.ratio(codec.number)
+        together, alone = self._decoding(codec.number)
         if not medium or not together or not payload_bytes:
             return 0.0
         blocks = max(1.0, self._blocks_a_get(payload_bytes))
         as_it_is = blocks * payload_bytes / medium
         return as_it_is / read_s(blocks, payload_bytes, ratio, medium, together, alone)
+
+    def _decoding(self, number: int) -> tuple[float, float]:
+        """Return the bytes a second at which reads decode the codec `number`: on all threads, and on each."""
+        known, read = self._rates.decoding[number], self._rates.decoding_of_reads[number]
+        together, alone = known.bytes_per_s * IDLE_SHARE, known.bytes_per_s_alone * IDLE_SHARE
+        if alone and read.recent_bytes_per_s:  # a measurement decodes the same bytes again, and does nothing else
+            slower = min(1.0, read.bytes_per_s_alone / known.bytes_per_s_alone)
+            return together * slower, alone * slower
+        return together, alone
 
     def measure_again(self) -> None:
         """Begin to measure codecs whose last measurement is old."""
