@@ -68,7 +68,7 @@ class Unit:
         if high < _LEAST:
             high = 1.0
         step = 2.0 ** max(0, _power(high / marks)) if self.base == 2 else _round_step(high / marks)
-        last = self.top or step * math.ceil(high / step - 1e-9)
+        last = self.top or step * max(1, math.ceil(high / step - 1e-9))
         return Axis(0.0, last, [step * number for number in range(round(last / step) + 1)], self.show)
 
 

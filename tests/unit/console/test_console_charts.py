@@ -9,7 +9,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore_console import axes, page
@@ -40,6 +40,7 @@ def test_axes_end_at_round_numbers_of_their_unit() -> None:
     st.sampled_from([axes.BYTES, axes.COUNT, axes.COUNT_A_SECOND, axes.LATENCY, axes.PERCENT]),
     st.lists(st.floats(0, 1e12) | st.just(NAN), max_size=5),
 )
+@example(axes.BYTES, [1e-9])  # far less than a mark
 def test_every_value_is_on_its_axis(unit: Unit, values: list[float]) -> None:
     if unit is axes.PERCENT:
         values = [value % 1 for value in values]
