@@ -164,10 +164,10 @@ def _tokens_of_text(path: str, url: str) -> str:
 def post_json(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     """Send `body` to `url` by POST, or ask by GET for None, and return the JSON object that comes back. Raises
     CommandError."""
-    if not url.startswith(("http://", "https://")):
-        raise CommandError(USAGE, f"{url} is no address: write one such as http://127.0.0.1:8000")
     data = None if body is None else json.dumps(body).encode()
     try:
+        if not url.startswith(("http://", "https://")):
+            raise http.client.InvalidURL("it begins with neither http:// nor https://")
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             found = json.load(answer)

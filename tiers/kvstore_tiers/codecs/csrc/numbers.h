@@ -201,16 +201,18 @@ struct Number {
     return (words + 0x7fffu + (words >> 16 & 1u)) >> 16;
   }
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
   // Numbers of 16 bits as `store` leaves them, made in registers: a load of two stores would wait for both.
   static inline __m256i halves(Floats numbers) {
     if constexpr (kType == kBF16) return halves_of(words_of_bfloats(numbers));
-#if defined(__AVX512F__)
     return _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    return _mm256_set_m128i(_mm256_cvtps_ph(high_of(numbers), 0), _mm256_cvtps_ph(low_of(numbers), 0));
-#endif
   }
+#elif defined(__AVX2__)
+  static inline __m256i halves(__m256 low, __m256 high) {
+    if constexpr (kType == kBF16) return halves_of(words_of_bfloats(joined(low, high)));
+    return _mm256_set_m128i(_mm256_cvtps_ph(high, 0), _mm256_cvtps_ph(low, 0));
+  }
+  static inline __m256i halves(Floats numbers) { return halves(low_of(numbers), high_of(numbers)); }
 #endif
 
   // Finite numbers that are not above kMost.

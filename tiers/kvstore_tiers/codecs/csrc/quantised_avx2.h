@@ -48,12 +48,8 @@ struct Eight {
   static inline void put(uint8_t* to, __m256 low, __m256 high) {
     if constexpr (kType == kF32) {
       put<kIsPast>(to, (__m256i)low), put<kIsPast>(to + 32, (__m256i)high);
-    } else if constexpr (kType == kF16) {
-      put<kIsPast>(to, _mm256_set_m128i(_mm256_cvtps_ph(high, 0), _mm256_cvtps_ph(low, 0)));
     } else {
-      const __m256i first = (__m256i)rounded_to(low), second = (__m256i)rounded_to(high);
-      const __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16));
-      put<kIsPast>(to, _mm256_permute4x64_epi64(words, 0xd8));
+      put<kIsPast>(to, Number<kType>::halves(low, high));
     }
   }
   template <bool kIsPast>
