@@ -278,7 +278,26 @@ struct Number {
   }
 };
 
-// Load `count` numbers, the rest zeros; or store as many.
+template <int kType>
+static inline float load_one(const uint8_t* from) {
+  float found;
+  uint16_t half;
+  memcpy(&found, from, kType == kF32 ? 4 : 0);
+  memcpy(&half, from, 2);
+  if constexpr (kType == kF32) return found;
+  if constexpr (kType == kBF16) {
+    const uint32_t bits = (uint32_t)half << 16;
+    memcpy(&found, &bits, 4);
+    return found;
+  }
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  return float_of_half(half);
+#endif
+}
+
+// Load `count` numbers, the rest zeros.
 template <int kType>
 static inline Floats load_some(const uint8_t* from, int count) {
   if (count == kLanes) return Number<kType>::load(from);

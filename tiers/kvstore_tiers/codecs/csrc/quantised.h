@@ -40,6 +40,12 @@ inline int64_t coded_bytes_of(const Tensor& t) {
 inline float top_of(Floats numbers) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)numbers);
+#elif defined(__AVX2__)
+  const __m256 zero = _mm256_setzero_ps();  // the second one, which a NaN gives way to
+  const __m256 eight = _mm256_max_ps(_mm256_max_ps(low_of(numbers), zero), _mm256_max_ps(high_of(numbers), zero));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float top = 0;
   for (int lane = 0; lane < kLanes; lane++) top = numbers[lane] > top ? numbers[lane] : top;

@@ -35,6 +35,7 @@ inline void put(uint8_t* to, Floats numbers) {
 // `one` is for all.
 template <int kType, int kBits, bool kIsPast>
 inline void decode_row(int64_t count, const uint8_t* octets, const float* scale, const float* low, const float* one, uint8_t* to) {
+#pragma GCC unroll 4
   for (int64_t at = 0; at < count; at += kLanes) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m128i chars = _mm_loadu_si128((const __m128i*)(octets + at));
@@ -81,8 +82,8 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
       const uint8_t* at = coded + token * places.columns * kBytes;
       const int64_t size = kBits == 8 ? channels : 32;
       for (int64_t column = 0; column < places.columns; column++) {
-        const float one = load_some<kType>(at + column * kBytes, 1)[0];
-        const float lowest = kBits == 8 ? 0 : load_some<kType>(at + places.scales_bytes + column * kBytes, 1)[0];
+        const float one = load_one<kType>(at + column * kBytes);
+        const float lowest = kBits == 8 ? 0 : load_one<kType>(at + places.scales_bytes + column * kBytes);
         is_far = (is_far && column) || !(one * 256 < kFar * Number<kType>::kMost && lowest < kFar * Number<kType>::kMost &&
                                          lowest > -kFar * Number<kType>::kMost && one >= 0);
         const int64_t last = (column + 1) * size < channels ? (column + 1) * size : channels;
