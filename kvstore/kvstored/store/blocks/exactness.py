@@ -10,12 +10,13 @@ lossy copy pays one test of a flag.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
-
-import numpy as np
 
 from kvstored.store.blocks.rows import RowColumns, TierCopies
 from kvstored.tier_set import MEMBERS, NO_TIERS, TIER_SETS, TierSet
+
+_FLOAT32, _BITS = Struct("<f"), Struct("<I")
 
 
 class Exactness:
@@ -31,14 +32,14 @@ class Exactness:
 
     def note(self, row: int, tier: int, error: float) -> None:
         """Note that the copy in `tier`, which is not published yet, is lossy with an error of at most `error`."""
-        self._copies[tier].optional.set("error", row, int(np.float32(error).view(np.uint32)))
+        self._copies[tier].optional.set("error", row, *_BITS.unpack(_FLOAT32.pack(error)))
         self.has_lossy = True
 
     def error(self, row: int, tier: int) -> float:
         """Return the error bound of the copy in `tier`; 0 when its payload is what was put."""
         if not self.has_lossy:
             return 0.0
-        return float(np.uint32(self._copies[tier].optional.get("error", row)).view(np.float32))
+        return float(*_FLOAT32.unpack(_BITS.pack(self._copies[tier].optional.get("error", row))))
 
     def is_lossy(self, row: int, tier: int) -> bool:
         """Return whether `tier` has a copy whose payload is not what was put."""
