@@ -29,6 +29,7 @@ from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
+from tests.reference.examples import fewer
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
 from tests.reference.prefill import prefill
@@ -164,24 +165,25 @@ def test_a_preemption_storm_changes_no_answer(tried: Loaded) -> None:
 
 
 @pytest.mark.slow
-def test_a_preemption_storm_of_500_requests_changes_no_answer(loaded: Loaded) -> None:
-    outcome, prompts = _storm(loaded, 500, 26)
-    assert len(outcome.finished) == 500
+def test_a_long_preemption_storm_changes_no_answer(loaded: Loaded) -> None:
+    count = fewer(500, 0.3)
+    outcome, prompts = _storm(loaded, count, 26)
+    assert len(outcome.finished) == count
     loaded.assert_as_alone(outcome, prompts, 2 * loaded.noise())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(real: Loaded) -> None:
+def test_a_long_preemption_storm_changes_no_answer_of_a_real_model(real: Loaded) -> None:
     """Priorities cause the preemptions, in a pool of a quarter of what 16 of them want. Every fifth
     answer is compared.
     """
-    engine = real.engine(20, swap_bytes=256 << 20, policy="priority")
+    engine, count = real.engine(20, swap_bytes=256 << 20, policy="priority"), fewer(500, 0.2)
     prompts = {
         str(n): real.tokenizer.encode(
             f"{_WORDS[n % 7]} number {n} says: {' '.join(_WORDS[n % 5 :] * (1 + n % 5))}"
         ).tolist()
-        for n in range(500)
+        for n in range(count)
     }
     outcome = Outcome()
     for n, (name, prompt) in enumerate(prompts.items()):
@@ -190,7 +192,7 @@ def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(re
             outcome.take(engine.step())
     run(engine, outcome)
     usages = [finished.usage for finished in outcome.finished.values()]
-    assert len(usages) == 500 and sum(usage.preemptions for usage in usages) > 25
+    assert len(usages) == count and sum(usage.preemptions for usage in usages) > count // 20
     assert sum(usage.swaps for usage in usages) > 0
     some = {name: prompts[name] for name in list(prompts)[::5]}
     real.assert_as_alone(outcome, some, 2 * real.noise())

@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_at_what_it_is_told_first_is_replaced(control: Path)
     """
     chunks = 100
     capacity_bytes, variables = chunks * CHUNK_BYTES, emulated_node(2 * chunks * CHUNK_BYTES, control)
-    settings = GpuWorkerSettings(variables=variables, socket_bytes=1, patience_s=1.0)
+    settings = GpuWorkerSettings(variables=variables, socket_bytes=1, patience_s=4.0)
     with closing(GpuTier(capacity_bytes, chunk_bytes=CHUNK_BYTES, settings=settings)) as tier:
         for at in range(chunks - 1):
             assert tier.allocate(CHUNK_BYTES, f"owner{at}") is not None

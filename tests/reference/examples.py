@@ -25,6 +25,11 @@ def examples(number: int) -> int:
     return number if is_thorough else max(1, round(QUICK_SHARE * number))
 
 
+def fewer(number: int, share: float) -> int:
+    """`number` with KVSTORED_TEST_EVERY_CASE=1, else that share of it, which two cores do in a few minutes."""
+    return number if EVERY_CASE else max(1, round(share * number))
+
+
 def chosen(cases: Sequence[Case], most: int) -> list[Case]:
     """Cases inside a test: `most` of them, others in each run, in their order. A failure has to name its case."""
     if EVERY_CASE or len(cases) <= most:
