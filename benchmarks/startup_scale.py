@@ -40,6 +40,7 @@ from support.echo import echo
 from support.report import AT_MOST, Row, median, parser_of, printed, progress, time_once, within
 
 from kvstore_client import BlockKeys
+from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.directory import TierDirectory
@@ -261,6 +262,7 @@ def _checksums_s(directory: Path) -> tuple[float, float]:
     """Return the seconds for checksums of all records, in memory: on the clock and of the processor; the least of some
     turns.
     """
+    load_if_compiled()
     slabs = [_records(path, end) for path, end in header_regions(directory)]
     threads = min(MAX_SCAN_THREADS, os.cpu_count() or 1)
     scratch = [RecordChecksums() for _ in range(threads)]
@@ -268,8 +270,8 @@ def _checksums_s(directory: Path) -> tuple[float, float]:
     def check(thread: int) -> None:
         for records in slabs[thread::threads]:
             for first in range(0, len(records), BATCH_RECORDS):
-                words = scratch[thread].load(records[first : first + BATCH_RECORDS])
-                scratch[thread].digests(words, np.arange(words.shape[1], dtype=np.uint64))
+                some = records[first : first + BATCH_RECORDS]
+                scratch[thread].load(some, np.arange(len(some), dtype=np.uint64))
 
     with ThreadPoolExecutor(threads) as pool:
 
@@ -323,7 +325,7 @@ def make_blocks(directory: Path, chains: Words, tenant: bytes, fingerprint: byte
         seeds = np.uint64(superblock.record_seed(0)) + np.arange(count, dtype=np.uint64)
         for begin in range(0, count, BATCH_RECORDS):
             some = slice(begin, begin + BATCH_RECORDS)
-            records[some, -1] = checksums.digests(checksums.load(records[some]), seeds[some])
+            records[some, -1] = checksums.load(records[some], seeds[some])[1]
         assert record_holds(records[count - 1].tobytes(), superblock.record_seed(count - 1))
         file = SlabFile.create(opened, superblock)
         with open(file.path, "r+b", buffering=0) as region:

@@ -1,6 +1,7 @@
 // Copies of payloads that hash as they go: each byte is read once, into a register, and stored and hashed from there.
 // So a hash is of what was stored, also where another process writes to the source meanwhile. The hash is xxh3_64 with
 // the default secret and no seed, of more than 240 bytes (xxHash by Yann Collet, BSD 2-Clause).
+// Records of the NVMe tier are copied into columns as they are hashed, each with a seed of its own.
 //
 // Large payloads are stored past the caches: a cached store first reads the line that it will replace, so that a copy
 // moves three bytes for each one. Stores past the caches end before the header that vouches for them is written.
@@ -17,6 +18,8 @@ constexpr uint64_t P32_1 = 0x9E3779B1U, P32_2 = 0x85EBCA77U, P32_3 = 0xC2B2AE3DU
 constexpr uint64_t P64_1 = 0x9E3779B185EBCA87U, P64_2 = 0xC2B2AE3D27D4EB4FU, P64_3 = 0x165667B19E3779F9U;
 constexpr uint64_t P64_4 = 0x85EBCA77C2B2AE63U, P64_5 = 0x27D4EB2F165667C5U, MIX = 0x165667919E3779F9U;
 constexpr size_t STRIPE = 64, STRIPES_A_BLOCK = 16, SECRET = 192, HEADER = 4096;
+constexpr size_t RECORD = 256, RECORD_WORDS = 32, DIGESTED = 248;  // kvstore_tiers/nvme/layout.py
+constexpr size_t A_LINE = 8;                   // records whose words fill one line of the cache in each column
 constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
 constexpr size_t PAST_CACHES = 128 * 1024;     // payloads from this size on
 constexpr size_t CHECKSUM_AT = 128, HEADER_CHECKSUM_AT = 152, STORED_CHECKSUM_AT = 168;  // kvstore_proto/arena.py
@@ -72,14 +75,15 @@ inline Sums begun() {
             _mm256_load_si256(reinterpret_cast<const __m256i*>(first + 4))};
 }
 
-uint64_t ended(Sums sums, const uint8_t* last_stripe, size_t nbytes) {
-    const uint8_t* secret = SECRET_BYTES + SECRET - STRIPE - 7;
+inline uint64_t ended(Sums sums, const uint8_t* last_stripe, size_t nbytes, const uint8_t* secret = SECRET_BYTES) {
+    const uint8_t* last_secret = secret + SECRET - STRIPE - 7;
     alignas(32) uint64_t of[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(of), added(sums.low, loaded(last_stripe), secret));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(of + 4), added(sums.high, loaded(last_stripe + 32), secret + 32));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(of), added(sums.low, loaded(last_stripe), last_secret));
+    _mm256_store_si256(
+        reinterpret_cast<__m256i*>(of + 4), added(sums.high, loaded(last_stripe + 32), last_secret + 32));
     uint64_t hash = nbytes * P64_1;
     for (size_t pair = 0; pair < 4; ++pair) {
-        const uint8_t* mixed = SECRET_BYTES + 11 + 16 * pair;
+        const uint8_t* mixed = secret + 11 + 16 * pair;
         hash += folded(of[2 * pair] ^ word(mixed), of[2 * pair + 1] ^ word(mixed + 8));
     }
     hash = (hash ^ hash >> 37) * MIX;
@@ -129,6 +133,36 @@ uint64_t copied_and_hashed(uint8_t* target, const uint8_t* source, size_t nbytes
     return ended(sums, target + nbytes - STRIPE, nbytes);
 }
 
+// The seed is added to the even words of the secret, and taken from the odd ones.
+inline uint64_t hash_of_record(const uint8_t* record, uint64_t seed) {
+    alignas(32) uint8_t secret[SECRET];
+    const long long plus = static_cast<long long>(seed), minus = static_cast<long long>(0 - seed);
+    const __m256i by = _mm256_set_epi64x(minus, plus, minus, plus);
+    for (size_t at = 0; at < SECRET; at += 32)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(secret + at), _mm256_add_epi64(loaded(SECRET_BYTES + at), by));
+    Sums sums = begun();
+    for (size_t at = 0; at < DIGESTED / STRIPE; ++at) {
+        sums.low = added(sums.low, loaded(record + STRIPE * at), secret + 8 * at);
+        sums.high = added(sums.high, loaded(record + STRIPE * at + 32), secret + 8 * at + 32);
+    }
+    return ended(sums, record + DIGESTED - STRIPE, DIGESTED, secret);
+}
+
+// Copies four words of each of four records, one behind the other, into four columns.
+inline void turned(uint64_t* columns, size_t stride, const uint8_t* records) {
+    const __m256i a = loaded(records), b = loaded(records + RECORD);
+    const __m256i c = loaded(records + 2 * RECORD), d = loaded(records + 3 * RECORD);
+    const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
+    const __m256i more_even = _mm256_unpacklo_epi64(c, d), more_odd = _mm256_unpackhi_epi64(c, d);
+    const auto put = [=](size_t column, __m256i words) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(columns + column * stride), words);
+    };
+    put(0, _mm256_permute2x128_si256(even, more_even, 0x20));
+    put(1, _mm256_permute2x128_si256(odd, more_odd, 0x20));
+    put(2, _mm256_permute2x128_si256(even, more_even, 0x31));
+    put(3, _mm256_permute2x128_si256(odd, more_odd, 0x31));
+}
+
 }  // namespace
 
 extern "C" {
@@ -150,6 +184,26 @@ void kv_copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
     stripes<Store::PAST, false>(target + to_line, source + to_line, whole);
     memcpy(target + rest, source + rest, nbytes - rest);
     _mm_sfence();
+}
+
+// Copies `count` records into columns, whose words begin `stride` words apart: word i of all records into column i.
+// `checksums` gets the hash of each record's words but the last, under its own seed.
+void kv_load_records(
+    const uint8_t* records, uint64_t count, const uint64_t* seeds, uint64_t* columns, uint64_t stride,
+    uint64_t* checksums) {
+    uint64_t at = 0;
+    for (; at + A_LINE <= count; at += A_LINE) {
+        const uint8_t* source = records + RECORD * at;
+        for (size_t i = 0; i < A_LINE; ++i) checksums[at + i] = hash_of_record(source + RECORD * i, seeds[at + i]);
+        for (size_t word = 0; word < RECORD_WORDS; word += 4) {
+            turned(columns + word * stride + at, stride, source + 8 * word);
+            turned(columns + word * stride + at + 4, stride, source + 8 * word + 4 * RECORD);
+        }
+    }
+    for (; at < count; ++at) {
+        checksums[at] = hash_of_record(records + RECORD * at, seeds[at]);
+        for (size_t i = 0; i < RECORD_WORDS; ++i) columns[i * stride + at] = word(records + RECORD * at + 8 * i);
+    }
 }
 
 // Stores blocks until none is left, beside other threads with equal arguments: `next` counts the blocks that were

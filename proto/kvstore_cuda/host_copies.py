@@ -2,14 +2,16 @@
 the caches where a payload is large. A copy past the caches moves two bytes for each byte,
 an ordinary one three, and a hash after it a fourth.
 
-The module gives the functions of `host_copies.cpp`. Where there is no compiler or another processor, and until the code
-is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.
+The module gives the functions of `host_copies.cpp`, also for checksums of many records. Where there is no compiler or
+another processor, and until the code is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`,
+with equal results.
 """
 
 from __future__ import annotations
 
 import ctypes as ct
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,28 @@ def ship() -> None:
         ship_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)])
 
 
-def _made() -> ct.CDLL:
+def _made(may_compile: bool = True) -> ct.CDLL:
     from kvstore_cuda.native_build import AVX2, BuildError, Unit, build_library  # by the few processes that need it
 
     if not has_avx2():
         raise BuildError("this processor has no AVX2")
-    found = ct.CDLL(str(build_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)])))
+    found = ct.CDLL(str(build_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)], may_compile=may_compile)))
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
     found.kv_copy_and_hash.argtypes, found.kv_copy_and_hash.restype = (place, place, size), ct.c_uint64
     found.kv_store_images.argtypes = (place, ct.c_uint64, place, place, place, place)
     found.kv_store_images.restype = None
+    found.kv_load_records.argtypes = (place, ct.c_uint64, place, place, ct.c_uint64, place)
+    found.kv_load_records.restype = None
     return found
 
 
 native = NativeLibrary(_NAME, NATIVE_VARIABLE, "payloads are copied", _made, logging.INFO)
+
+
+def load_if_compiled() -> None:
+    """Load the library now, in this thread, if it was shipped or an earlier process has compiled it."""
+    native.load(partial(_made, may_compile=False))
 
 
 def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:

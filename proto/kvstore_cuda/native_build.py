@@ -50,9 +50,12 @@ class BuildError(RuntimeError):
     """The library could not be compiled; the message is one line."""
 
 
-def build_library(name: str, folder: Path, units: Sequence[Unit], headers: Sequence[str] = ()) -> Path:
+def build_library(
+    name: str, folder: Path, units: Sequence[Unit], headers: Sequence[str] = (), *, may_compile: bool = True
+) -> Path:
     """Return the path of the shared library `name` of `units`; compile it (some seconds) if it was not shipped and the
-    cache has none. Sources and the `headers` that they include are in `folder`. Raises BuildError."""
+    cache has none. Sources and the `headers` that they include are in `folder`. Raises BuildError, also where it is
+    neither there nor `may_compile`."""
     shipped = _shipped(name, folder, units, headers)
     if shipped.exists():
         return shipped
@@ -60,6 +63,8 @@ def build_library(name: str, folder: Path, units: Sequence[Unit], headers: Seque
     texts = (*compiler.compile, _version(compiler.version))
     target = cache_folder() / f"{name}-{_digest(folder, units, headers, texts)}.so"
     if not target.exists():
+        if not may_compile:
+            raise BuildError(f"{target} is not compiled yet")
         _build(compiler, folder, units, target)
     return target
 

@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,18 @@ class NativeLibrary:
         self._begin()
         self.ended.wait(timeout_s)
         return self.library
+
+    def load(self, find: Callable[[], ct.CDLL]) -> None:
+        """Load the library in this thread by `find`, which raises BuildError or OSError where the library has to be
+        compiled first: then the attempt is still to come.
+        """
+        with self._lock:
+            if self._is_begun or os.environ.get(self._variable) == "0":
+                return
+            with suppress(RuntimeError, OSError):
+                self.library = find()
+                self._is_begun = True
+                self.ended.set()
 
     def _begin(self) -> None:
         with self._lock:

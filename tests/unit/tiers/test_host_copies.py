@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from kvstore_cuda import host_copies, native_build
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, PAST_CACHES_BYTES, copy_array, native
+from kvstore_cuda.native_library import NativeLibrary
 from kvstore_proto.arena import HEADER_BYTES, Bytes, slot_bytes
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.codecs import native as native_codecs
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.nvme.shared_columns import SlabScanner
 from kvstore_tiers.segments import Segment, gather_and_checksum, segment_of
 from kvstore_tiers.testing.transfers import block, image_run
 from tests.reference.skips import skip_without_compiler
@@ -105,8 +107,31 @@ def test_the_hash_is_of_what_was_stored() -> None:
 
 def test_nothing_is_made_where_the_variable_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(host_copies.NATIVE_VARIABLE, "0")
-    again = type(native)("none", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
+    again = NativeLibrary("none", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
     assert again.wait(1.0) is None
+    monkeypatch.setattr(host_copies, "native", again)
+    host_copies.load_if_compiled()
+    assert again.library is None
+
+
+def test_a_start_loads_what_is_compiled_and_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh = NativeLibrary("again", host_copies.NATIVE_VARIABLE, "", host_copies._made)
+    monkeypatch.setattr(host_copies, "native", fresh)
+    host_copies.load_if_compiled()
+    assert fresh.library is None and not list(tmp_path.rglob("*")), "nothing is there yet, and nothing is made"
+    assert fresh.wait() is not None, "the attempt to compile is still to come"
+    again = NativeLibrary("once more", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
+    monkeypatch.setattr(host_copies, "native", again)
+    host_copies.load_if_compiled()
+    assert again.library is not None and again.get() is again.wait() is again.library
+
+
+def test_the_early_scan_checks_records_by_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = NativeLibrary("early", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
+    monkeypatch.setattr(host_copies, "native", again)
+    SlabScanner(-1)
+    assert again.library is not None
 
 
 @pytest.mark.parametrize("module", [host_copies, pytest.param(native_codecs, marks=pytest.mark.slow)])

@@ -1,6 +1,8 @@
-"""Checksums of many records at once equal the ones that xxhash gives one by one."""
+"""Checksums of many records at once equal the ones that xxhash gives one by one, by compiled code and by NumPy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_cuda.host_copies import native
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.nvme.layout import RecordState, pack_record
 from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RECORD_WORDS, RecordChecksums
@@ -16,11 +19,21 @@ MASK = (1 << 64) - 1
 seeds = st.integers(0, MASK)
 
 
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "NumPy"])
+def code(request: pytest.FixtureRequest) -> Iterator[None]:
+    found = native.wait()
+    if request.param == "compiled" and found is None:
+        pytest.skip("no compiled code on this machine")
+    native.library = found if request.param == "compiled" else None
+    yield
+    native.library = found
+
+
 def digests(raw: bytes, of: list[int]) -> list[int]:
-    checksums = RecordChecksums()
     records = np.frombuffer(raw, "<u8").reshape(-1, RECORD_WORDS)
-    found: list[int] = checksums.digests(checksums.load(records), np.array(of, np.uint64)).tolist()
-    return found
+    words, found = RecordChecksums().load(records, np.array(of, np.uint64))
+    assert np.array_equal(words, records.T)
+    return [int(each) for each in found]
 
 
 @given(st.binary(min_size=256, max_size=256), seeds)
@@ -35,13 +48,19 @@ def test_carries_and_borrows_at_the_edges(seed: int, byte: int) -> None:
     assert digests(raw, [seed]) == [xxhash.xxh3_64_intdigest(raw[:248], seed=seed)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4095, BATCH_RECORDS])
+@pytest.mark.parametrize("count", [1, 2, 8, 4095, BATCH_RECORDS])
 def test_each_record_has_its_own_seed(count: int) -> None:
     random = np.random.default_rng(count)
     raw = random.bytes(count * 256)
     given_seeds = [int(seed) for seed in random.integers(0, MASK, count, dtype=np.uint64)]
     expected = [xxhash.xxh3_64_intdigest(raw[i * 256 : i * 256 + 248], seed=seed) for i, seed in enumerate(given_seeds)]
     assert digests(raw, given_seeds) == expected
+
+
+def test_records_apart_from_each_other_are_checked_too() -> None:
+    raw = np.random.default_rng(5).integers(0, MASK, (20, RECORD_WORDS), np.uint64)
+    every_other = RecordChecksums().load(raw[::2], np.arange(10, dtype=np.uint64))[1]
+    assert every_other.tolist() == digests(np.ascontiguousarray(raw[::2]).tobytes(), list(range(10)))
 
 
 def test_a_record_of_the_layout_holds() -> None:

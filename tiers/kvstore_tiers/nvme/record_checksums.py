@@ -1,8 +1,9 @@
-"""The checksums of many records at once: xxh3_64 of 248 bytes under a seed of its own each, in NumPy.
+"""The checksums of many records at once: xxh3_64 of 248 bytes under a seed of its own each.
 
-A call of xxhash for each record costs as much as these array operations do, but holds the GIL all the time and makes
-two objects a record. The algorithm is frozen (github.com/Cyan4973/xxHash, doc/xxhash_spec.md: inputs over 240 bytes,
-one block); what it yields is compared with xxhash in the tests. It is written for this one length alone.
+Compiled code does it where the library of `host_copies` is loaded, else NumPy. A call of xxhash for each record costs
+as much as NumPy, but holds the GIL all the time and makes two objects a record. The algorithm is frozen
+(github.com/Cyan4973/xxHash, doc/xxhash_spec.md: inputs over 240 bytes, one block); what it yields is compared with
+xxhash in the tests. It is written for this one length alone.
 
 Owns the arithmetic and its scratch memory; never knows what a record means. Not thread-safe.
 """
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore_cuda.host_copies import address_of, native
 
 RECORD_WORDS = 32
 DIGESTED_WORDS = RECORD_WORDS - 1  # the last one is the checksum
@@ -69,20 +72,24 @@ class RecordChecksums:
         self._other = scratch(_LANES)
         self._halves = [scratch(_LANES // 2) for _ in range(6)]
 
-    def load(self, records: npt.NDArray[Any]) -> Words:
-        """Copy `records`, at most `BATCH_RECORDS`, of the shape (n, 32), into scratch memory. Return them transposed,
-        uint64 of the shape (32, n), valid until the next call.
+    def load(self, records: npt.NDArray[Any], seeds: Words) -> tuple[Words, Words]:
+        """Copy `records`, at most `BATCH_RECORDS`, of the shape (n, 32), into scratch memory. `seeds`, uint64 (n,), are
+        the record seeds of their slots. Return the records transposed, uint64 of the shape (32, n), valid until the
+        next call, and the xxh3_64 checksum that each should have, uint64 (n,).
         """
         words = self._data[:, : len(records)]
+        library = native.library
+        if library is not None and records.flags.c_contiguous:
+            digests = np.empty(len(records), np.uint64)
+            places = address_of(np.ascontiguousarray(seeds)), address_of(words), BATCH_RECORDS, address_of(digests)
+            library.kv_load_records(address_of(records), len(records), *places)
+            return words, digests
         for begin in range(0, len(records), _TRANSPOSED):
             part = slice(begin, begin + _TRANSPOSED)
             np.copyto(words[:, part], records[part].T)
-        return words
+        return words, self._digests(words, seeds)
 
-    def digests(self, words: Words, seeds: Words) -> Words:
-        """Return the xxh3_64 checksum that each record should have, uint64 (n,). `words` is the result of `load`;
-        `seeds`, uint64 (n,), are the record seeds of their slots.
-        """
+    def _digests(self, words: Words, seeds: Words) -> Words:
         n = words.shape[1]
         data, secret = words[:DIGESTED_WORDS], self._secret[:, :n]
         lanes, mixed, other = self._lanes[:, :n], self._mixed[:, :n], self._other[:, :n]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
@@ -32,6 +33,7 @@ from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins, Verdicts
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 4
 MAX_SCAN_THREADS = 4  # threads: NumPy releases the GIL; the medium keeps no more of them busy
+_MANY_RECORDS = 1 << 16  # checking fewer takes less time than loading compiled code
 _SPARE_BUFFERS = 2
 
 
@@ -122,6 +124,8 @@ class _Scan:
         def judge_piece(piece: _Piece) -> list[Verdicts]:
             try:
                 if not hasattr(scratch, "checksums"):
+                    if self._ends[-1] >= _MANY_RECORDS:
+                        load_if_compiled()
                     scratch.checksums = RecordChecksums()
                 slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
                 room = self._room.part(slice(begin, begin + piece.slots))

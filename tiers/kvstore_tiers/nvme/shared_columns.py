@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_tiers.nvme.early_scan import SlabReport
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
@@ -80,6 +81,7 @@ class SlabScanner:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._end = 0
+        load_if_compiled()
         self._checksums = RecordChecksums()
 
     def scan(self, region: RecordRegion) -> SlabReport | None:

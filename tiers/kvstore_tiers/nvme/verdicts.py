@@ -199,13 +199,13 @@ class Judge:
 
     def _judge(self, first: int, records: Array, room: LiveBlocks) -> Verdicts:
         superblock = self.superblock
-        words = self.checksums.load(records)
+        seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
+        words, digests = self.checksums.load(records, seeds)
         head = words[_HEAD]
         used = head != 0
         if not used.all():
             used[~used] = records[~used].any(axis=1)  # nothing but zeros: never used
-        seeds = np.uint64(superblock.record_seed(first)) + np.arange(len(records), dtype=np.uint64)
-        sound = used & (self.checksums.digests(words, seeds) == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
+        sound = used & (digests == words[-1]) & (head & _MAGIC_MASK == RECORD_MAGIC_WORD)
         said = (head >> _STATE_SHIFT).astype(np.uint8)
         sound &= said <= _LAST_STATE
         states = np.where(sound, said, 0).astype(np.uint8)
