@@ -245,7 +245,8 @@ def _set(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.SetTenantRequest(name=arguments.names[0], settings=settings, unset=unset)
     request.reset = arguments.action == "reset"
     reply = admin.call("SetTenant", request, wire.SetTenantReply)
-    return Output(f"in force, and after a restart: {reply.tenant}", reply)
+    text = f"in force, and after a restart: {reply.tenant}"
+    return Output(f"{text}\n{reply.nobody}" if reply.nobody else text, reply)
 
 
 def config(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

@@ -15,9 +15,10 @@ from typing import Final, Literal
 from kvstore_client import lookup_index
 from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of, text
 from kvstore_client.daemon_session import DaemonSession, waiting_ms
-from kvstore_client.errors import invalid
+from kvstore_client.errors import error_kind, invalid
 from kvstore_client.prefix import KeyedPrefix
 from kvstore_client.results import (
+    REASON_DEADLINE,
     REASON_LIMIT,
     REASON_NO_DAEMON,
     TIER_NAMES,
@@ -189,7 +190,7 @@ def bump_weights(daemon: DaemonSession, weights: str, version: int, deadline_s: 
     text("weights", weights, MAX_ACCOUNT_CHARACTERS * 4)
     version = count("version", version, most=MAX_WEIGHTS_VERSION)
     request = wire.Request(bump_weights=wire.BumpWeights(weights=weights, version=version))
-    answer = daemon.call(request, deadline_s)
+    answer = _answer(daemon, request, deadline_s)
     return 0 if isinstance(answer, str) else answer.bump_weights.version
 
 
@@ -197,8 +198,22 @@ def catalogue(daemon: DaemonSession, request: wire.Catalogue, deadline_s: float)
     """Send `request` about the catalogue of the tenant's objects, and return the answer, or the reason why there is
     none within `deadline_s` seconds. Raises KVStoreError for a request that the daemon refuses.
     """
-    answer = daemon.call(wire.Request(catalogue=request), deadline_s)
+    answer = _answer(daemon, wire.Request(catalogue=request), deadline_s)
     return answer if isinstance(answer, str) else answer.catalogue
+
+
+def _answer(daemon: DaemonSession, request: wire.Request, deadline_s: float) -> wire.Response | str:
+    """Send `request`, which is no hint and may not be lost, and return the answer, or the reason why there is none
+    within `deadline_s` seconds. Raises KVStoreError for every refusal of the daemon, whose message says what to do."""
+    call = daemon.begin(request, deadline_s)
+    response = call.wait(deadline_s)
+    if response is None:
+        call.expire()
+        return REASON_DEADLINE
+    answer = call.judge(response)
+    if isinstance(answer, str) and answer != REASON_NO_DAEMON:
+        raise KVStoreError(error_kind(response.error.kind), response.error.message)
+    return answer
 
 
 def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:

@@ -25,6 +25,7 @@ from kvstore_proto.errors import InvalidValue
 DIGEST_BYTES: Final = 32
 MAX_OBJECT_NAME_BYTES: Final = 1024
 OBJECT_NAMES: Final = f"1 to {MAX_OBJECT_NAME_BYTES} bytes, no control character and no @"  # which there are
+PIN_OWNER: Final = "objects"  # of the pins of parts
 ALIGNMENT_BYTES: Final = 64  # of tensors in the content
 _PART_TAG: Final = b"KVpart1\0"
 _FORMAT: Final = 1
@@ -53,6 +54,11 @@ def part_digest(payload: npt.NDArray[np.uint8] | bytes) -> bytes:
     """Return the digest of a part, 32 bytes: xxh3_128 of its bytes, their number, and a tag."""
     raw = payload.data if isinstance(payload, np.ndarray) else payload
     return xxhash.xxh3_128_digest(raw) + len(payload).to_bytes(8, "little") + _PART_TAG
+
+
+def split_digests(packed: bytes) -> tuple[bytes, ...]:
+    """Return the digests that are `packed` one behind the other."""
+    return tuple(packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
 
 
 def part_tokens(digest: bytes) -> npt.NDArray[np.int32]:
@@ -121,7 +127,7 @@ def parse_manifest(packed: bytes, digest: bytes) -> Manifest | None:
         parts = bytes.fromhex(raw["parts"])
         found = Manifest(
             raw["kind"], raw["bytes"], raw["part_bytes"],
-            tuple(parts[at : at + DIGEST_BYTES] for at in range(0, len(parts), DIGEST_BYTES)),
+            split_digests(parts),
             tuple(TensorEntry(name, dtype, tuple(shape), at, size) for name, dtype, shape, at, size in raw["tensors"]),
             raw["metadata"],
         )  # fmt: skip

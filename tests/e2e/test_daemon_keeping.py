@@ -114,6 +114,18 @@ def test_settings_of_a_user_make_it_no_other_tenant(tmp_path: Any, capfdbinary: 
             assert session.tenant == "group"
 
 
+def test_settings_of_a_tenant_that_is_nobody_are_said_to_be_so(tmp_path: Any, capfdbinary: Any) -> None:
+    file = tmp_path / "kvstored.toml"
+    file.write_text(f'[[tenant]]\nname = "chat"\nuids = [{os.geteuid()}]\n')
+    with running_daemon(config=file) as daemon:
+        kvctl = Kvctl(daemon, capfdbinary)
+        fill(daemon, 1)
+        said = kvctl(["tenants", "set", ME, "--weight", "3"]).out
+        assert f"nobody is {ME}: uid {os.geteuid()} is tenant chat; `kvctl tenants set chat`" in said
+        for words in (["reset", ME], ["set", "chat", "--weight", "3"], ["set", "uid-4999", "--weight", "3"]):
+            assert "nobody" not in kvctl(["tenants", *words]).out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -196,6 +198,75 @@ def test_a_put_that_does_not_fit_names_and_pins_nothing() -> None:
         assert set(map(bytes.hex, keys)) < set(pinned) and len(pinned) == len(keys) + 1  # the manifest
 
 
+def owners(daemon: RunningDaemon) -> set[tuple[str, ...]]:
+    return {tuple(each.pinned_by) for each in daemon.ask("Blocks", BlocksRequest(limit=1000)).blocks}
+
+
+@pytest.mark.parametrize("ends", ["the daemon", "the client"])
+def test_pins_of_a_put_that_is_killed_end_by_themselves(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = content(26, 12 * PART)
+    monkeypatch.setattr("kvstore_client.objects.filling.PUT_PIN_S", 5.0, raising=False)
+    with running_daemon() as running:
+
+        def half(done: int, total: int) -> None:
+            if 5 * PART < done < 7 * PART:
+                if ends == "the daemon":
+                    assert () not in owners(running)  # pinned while it is under way
+                    running.kill9()
+                else:
+                    os._exit(0)
+
+        def put_half() -> None:
+            with open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+                opened.put("half", BytesSource(data), part_bytes=PART, pin=True, progress=half)
+
+        if ends == "the daemon":
+            with pytest.raises(DaemonUnavailable):
+                put_half()
+            running.start()
+        else:
+            process = multiprocessing.get_context("fork").Process(target=put_half)
+            process.start()
+            process.join(30)
+        assert eventually(lambda: owners(running) == {()})
+        with open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened:
+            put(opened, "half", data, pin=True)
+        running.kill9()  # its pins are durable as its parts are
+        running.start()
+        with open_objects(running.socket_dir) as opened:
+            assert [each.pinned for each in opened.listed()] == [True] and owners(running) == {("objects",)}
+
+
+@pytest.mark.parametrize("words", ["drop --pins --tenant {}", "unpin objects --tenant {} --all"])
+def test_an_object_is_listed_as_pinned_while_it_is(words: str, store: ObjectStore, kvctl: Kvctl) -> None:
+    put(store, "pinned", content(27), pin=True)
+    put(store, "other", content(28), pin=True)
+    assert [each.pinned for each in store.listed()] == [True, True]
+    kvctl(words.format(f"uid-{os.geteuid()}"))
+    assert [each.pinned for each in store.listed()] == [False, False]
+    put(store, "pinned", content(27))
+    assert [each.pinned for each in store.listed("pinned")] == [False]
+    put(store, "pinned", content(27), pin=True)
+    assert [each.pinned for each in store.listed("pinned")] == [True]
+
+
+def test_what_is_stored_and_may_not_be_pinned_is_not_listed_as_pinned() -> None:
+    with (
+        running_daemon("limits.pinned_per_owner=2MiB") as running,
+        open_objects(running.socket_dir, staging_bytes=STAGING, deadline_s=30) as opened,
+    ):
+        put(opened, "kept", content(29, 4 * PART), pin=True)
+        with pytest.raises(KVStoreError, match=r"more@1 is stored, but not pinned: .*pinned_per_owner, 2.0 MiB"):
+            put(opened, "more", content(30, 5 * PART), pin=True)
+        put(opened, "later", content(31, 5 * PART))
+        with pytest.raises(KVStoreError, match="not pinned"):
+            opened.pin("later")
+        assert [(label(each), each.pinned) for each in opened.listed()] == [
+            ("kept@1", True), ("later@1", False), ("more@1", False),
+        ]  # fmt: skip
+        assert owners(running) == {(), ("objects",)}
+
+
 def test_parts_that_left_nvme_again_are_not_called_durable() -> None:
     with (
         running_daemon("host.capacity=48MiB", "nvme.capacity=16MiB") as running,
@@ -227,7 +298,7 @@ def test_a_put_that_loses_its_daemon_says_that_it_goes_on() -> None:
 
 def test_a_daemon_without_a_catalogue_is_said_to_be_older() -> None:
     class Older:
-        def call(self, request: Any, deadline_s: float) -> Any:
+        def begin(self, request: Any, deadline_s: float) -> Any:
             raise KVStoreError(ErrorKind.INVALID, "a request of a kind this daemon does not know")
 
     store = ObjectStore(SimpleNamespace(daemon=Older()))  # type: ignore[arg-type]

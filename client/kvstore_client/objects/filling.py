@@ -1,7 +1,8 @@
 """Filling the store with an object's content: several threads each read a part, digest it, and put it.
 
 A part that is stored already is not written again, so a put that was interrupted goes on where it ended, and equal
-parts of two objects are one block. Nothing names the parts until all of them are stored.
+parts of two objects are one block. Nothing names the parts until all of them are stored. Their pins are another owner's
+until then, and end by themselves: a put that is killed leaves none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +29,12 @@ from kvstore_client.session import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
-from kvstore_proto.manifest import PART_CLASSES, class_bytes, part_digest, part_tokens, parts_of
+from kvstore_proto.manifest import PART_CLASSES, PIN_OWNER, class_bytes, part_digest, part_tokens, parts_of
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 
 THREADS = 4  # reads under way at once: what an NVMe drive wants for parts of this size
 RETRY_S = 0.05
+PUT_OWNER, PUT_PIN_S = "objects being put", 600.0  # of pins of a put under way; their time from the last part on
 LARGE_PAGE_BYTES = 2 << 20
 
 
@@ -93,12 +95,26 @@ class Filling:
             for source in contents:
                 self.fill(source, progress)
             missing, _ = self._missing(keys)
+        if missing and reason == "expired":
+            raise KVStoreError(ErrorKind.UNAVAILABLE, f"{name}: parts expired before all were put: give a longer ttl")
         if missing:
             raise KVStoreError(
                 ErrorKind.UNAVAILABLE,
                 f"{name}: {missing} of {len(keys)} parts were evicted while the others were put: the object is larger "
                 "than what DRAM and NVMe may hold of this tenant; raise their capacity, or its host_max and nvme_max",
             )
+
+    def pin(self, name: str, keys: BlockKeys, manifest: Source) -> None:
+        """Give the pins of the parts `keys` of the object `name` to the owner who keeps them. The content `manifest` is
+        stored again, as durable as the pins are to be. Raises KVStoreError if parts are gone, or these are too many."""
+        pin_parts(self.session, name, keys, PUT_OWNER)
+        replace(self, terms={"pin": PIN_OWNER}).fill(manifest)
+
+    def let_go(self) -> None:
+        """End the pins of the put, as far as the daemon answers."""
+        for digest in self.stored if "pin" in self.terms else ():
+            with contextlib.suppress(KVStoreError):
+                self.session.touch(part_tokens(digest), unpin=PUT_OWNER)
 
     def durable(self, keys: BlockKeys) -> int:
         """Return how many of the parts `keys` are durable now: some may have left NVMe again to make room."""
@@ -170,6 +186,26 @@ class Filling:
         if reason in (REASON_NO_DAEMON, REASON_DEADLINE):
             return DaemonUnavailable(f"{no_answer(reason).message}; {goes_on}")
         return KVStoreError(ErrorKind.UNAVAILABLE, f"a part was not stored: {reason}; {goes_on}")
+
+
+def put_terms(pin: bool, ttl: float | None) -> PutTerms:
+    """Return the terms of the parts of a put, pinned while it is under way if `pin`, which expire after `ttl` seconds,
+    or never."""
+    return {"pin": PUT_OWNER, "pin_ttl": PUT_PIN_S, "ttl": ttl or 0} if pin else {"ttl": ttl or 0}
+
+
+def pin_parts(session: Session, name: str, keys: BlockKeys, unpin: str = "") -> None:
+    """Pin the parts `keys` of the object `name`, and end the pins of `unpin` on them. The last part that is pinned is
+    the manifest's, by which the daemon sees whether the object is. Raises KVStoreError if parts are missing, or too
+    many bytes."""
+    try:
+        touched = session.touch(keys=keys, pin=PIN_OWNER, unpin=unpin)
+    except KVStoreError as error:
+        raise KVStoreError(error.kind, f"{name} is stored, but not pinned: {error.message}") from None
+    if touched < len(keys):
+        if "absent" not in session.lookup(keys=keys).tiers:
+            raise no_answer(REASON_NO_DAEMON if session.daemon is None else REASON_DEADLINE)
+        raise KVStoreError(ErrorKind.UNAVAILABLE, f"{name}: not all of its parts are stored: put it again")
 
 
 def largest_part(session: Session) -> int:

@@ -11,14 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kvstore_client.arguments import PutTerms, positive_seconds, shown
+from kvstore_client.arguments import positive_seconds, shown
 from kvstore_client.entry import connect
 from kvstore_client.errors import DaemonUnavailable, invalid, no_answer
 from kvstore_client.lease import Lease
-from kvstore_client.objects.filling import Filled, Filling, Progress, largest_part
+from kvstore_client.objects.filling import Filled, Filling, Progress, largest_part, pin_parts, put_terms
 from kvstore_client.objects.mapped import MappedObject
 from kvstore_client.objects.mapping import ObjectMapping, lease_whole
 from kvstore_client.objects.sources import BytesSource, Source
@@ -28,20 +27,20 @@ from kvstore_client.session import Session
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.manifest import (
-    DIGEST_BYTES,
     OBJECT_NAMES,
     PART_CLASSES,
+    PIN_OWNER,
     Manifest,
     is_object_name,
     manifest_digest,
     parse_manifest,
     part_digest,
     part_tokens,
+    split_digests,
 )
 from kvstore_proto.objects import OBJECTS
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-OWNER = "objects"  # of pins
 STAGING_BYTES = 72 << 20  # four parts
 DEADLINE_S = 60.0
 RETRY_S = 0.02
@@ -102,7 +101,7 @@ class ObjectStore:
 
     def manifest(self, entry: wire.ObjectVersion) -> Manifest:
         """Return the manifest of the version `entry`."""
-        with self._leased(entry, _digests(entry.manifest_parts), self._deadline_s) as lease:
+        with self._leased(entry, split_digests(entry.manifest_parts), self._deadline_s) as lease:
             packed = b"".join(lease.payload(block).tobytes() for block in range(len(lease)))[: entry.manifest_bytes]
             manifest = parse_manifest(packed, entry.digest) if lease.valid else None
         if manifest is None:
@@ -143,19 +142,16 @@ class ObjectStore:
         if named(name)[1]:
             raise invalid(f"{name}: a put makes a version of its own: leave @ out")
         self.listed(name)  # a daemon without a catalogue says so before anything is stored
-        terms: PutTerms = {"pin": OWNER if pin else "", "ttl": ttl or 0}
         part_bytes = part_bytes or largest_part(self.session)
         if part_bytes not in PART_CLASSES:
             raise invalid(f"part_bytes must be one of {', '.join(map(str, PART_CLASSES))}")
-        filling = Filling(self.session, part_bytes, durability, terms, self._deadline_s)
+        filling = Filling(self.session, part_bytes, durability, put_terms(pin, ttl), self._deadline_s)
         try:
             return self._put(name, source, filling, progress)
         except DaemonUnavailable:
             raise
         except BaseException:
-            if pin:  # nothing names what was stored
-                with suppress(KVStoreError):
-                    self._unpin([*filling.stored])
+            filling.let_go()
             raise
 
     def _put(self, name: str, source: Source, filling: Filling, progress: Progress) -> PutObject:
@@ -166,7 +162,7 @@ class ObjectStore:
         described = filling.fill(packed)
         entry = wire.ObjectVersion(
             digest=manifest_digest(content), manifest_parts=b"".join(described.parts), manifest_bytes=len(content),
-            kind=source.kind, nbytes=source.nbytes, parts=len(parts), pinned=bool(filling.terms["pin"]),
+            kind=source.kind, nbytes=source.nbytes, parts=len(parts), pinned=bool(filling.terms.get("pin")),
             expires_s=int(time.time() + ttl) if ttl else 0,
         )  # fmt: skip
         keys = self._keys([*parts, *described.parts])
@@ -175,6 +171,8 @@ class ObjectStore:
         if not ttl:
             self.session.touch(keys=keys, ttl=0)  # a remove may have ended what was mapped
         filling.make_whole(name, keys, (source, packed), progress)
+        if entry.pinned:
+            filling.pin(label(reply.objects[0]), keys, packed)
         return PutObject(reply.objects[0], filled._replace(durable_parts=filling.durable(keys[: len(parts)])))
 
     # Read
@@ -247,23 +245,27 @@ class ObjectStore:
     def pin(self, name: str) -> wire.ObjectVersion:
         """Keep the object's parts from eviction. Raises KVStoreError if some are not stored, or are too many bytes."""
         entry = self.find(name)
-        digests = [*_digests(entry.manifest_parts), *self.manifest(entry).parts]
-        if self.session.touch(keys=self._keys(digests), pin=OWNER) < len(digests):
-            raise KVStoreError(ErrorKind.UNAVAILABLE, f"{label(entry)}: not all of its parts are stored: put it again")
-        return self._change(entry, pinned=True)
+        keys = self._keys([*self.manifest(entry).parts, *split_digests(entry.manifest_parts)])
+        changed = self._change(entry, pinned=True)
+        try:
+            pin_parts(self.session, label(entry), keys)
+        except KVStoreError:
+            self._change(entry, pinned=entry.pinned)
+            raise
+        return changed
 
     def unpin(self, name: str) -> wire.ObjectVersion:
         """End the pin of an object; parts that another pinned object has too stay pinned."""
         entry = self.find(name)
         changed = self._change(entry, pinned=False)
-        self._unpin([*_digests(entry.manifest_parts), *self.manifest(entry).parts])
+        self._unpin([*split_digests(entry.manifest_parts), *self.manifest(entry).parts])
         return changed
 
     def _unpin(self, digests: Iterable[bytes]) -> None:
         """End the pins of the parts `digests` that no object has which is listed as pinned."""
         shared = {part for each in self.listed() if each.pinned for part in self._parts_or_none(each)}
         for digest in set(digests) - shared:
-            self.session.touch(keys=self._keys([digest]), unpin=OWNER)
+            self.session.touch(keys=self._keys([digest]), unpin=PIN_OWNER)
 
     def expire(self, name: str, ttl: float) -> wire.ObjectVersion:
         """Let the object expire in `ttl` seconds, or never for 0; parts that others have too are kept as they are."""
@@ -289,7 +291,7 @@ class ObjectStore:
         left, mapped = self.listed(), 0
         for digest in self._only_of([each for each in removed if each.digest in manifests], left, manifests):
             keys = self._keys([digest])
-            self.session.touch(keys=keys, unpin=OWNER)  # what is pinned cannot be deleted
+            self.session.touch(keys=keys, unpin=PIN_OWNER)  # what is pinned cannot be deleted
             if self.session.delete(keys=keys, deadline_s=self._deadline_s).leased:
                 mapped += 1
                 self.session.touch(keys=keys, ttl=1)  # readers keep the memory
@@ -311,7 +313,7 @@ class ObjectStore:
 
     def _parts_or_none(self, entry: wire.ObjectVersion) -> tuple[bytes, ...]:
         """Return the digests of an object's parts and of its manifest's; of a lost manifest, its own alone."""
-        own = tuple(_digests(entry.manifest_parts))
+        own = split_digests(entry.manifest_parts)
         try:
             return own + self.manifest(entry).parts
         except KVStoreError:
@@ -371,7 +373,7 @@ def open_objects(
     """
     session = connect(
         socket, fingerprint=OBJECTS, client_name="objects", required=True, staging_bytes=staging_bytes, pool=pool,
-        connect_timeout_s=connect_timeout_s,
+        connect_timeout_s=connect_timeout_s, deadline_s=deadline_s,
     )  # fmt: skip
     return ObjectStore(session, deadline_s=deadline_s)
 
@@ -391,7 +393,3 @@ def named(name: str) -> tuple[str, int]:
 def label(entry: wire.ObjectVersion) -> str:
     """Return the name and the version of `entry` as one word."""
     return f"{entry.name}@{entry.version}"
-
-
-def _digests(packed: bytes) -> list[bytes]:
-    return [packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)]

@@ -15,6 +15,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.reload import Reload, shown_tenant
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.reach import nobody
 from kvstored.config import ConfigError
 from kvstored.config.parse import ORDERED_KEYS, share_keys
 from kvstored.state.orders import TENANTS, Orders
@@ -71,7 +72,8 @@ class TenantSettings:
                 self._orders.entries[TENANTS][name.encode()] = value
             self._reload.apply_orders()
             section = self._tenants.section(name)
-            return pb.SetTenantReply(tenant=name if section is None else shown_tenant(section))
+            why = nobody(name, self._tenants) if settings else ""
+            return pb.SetTenantReply(tenant=name if section is None else shown_tenant(section), nobody=why)
 
     def _parsed(self, settings: Mapping[str, str]) -> dict[str, Any]:
         keys = {*share_keys(self._reload.config), *ORDERED_KEYS}

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.manifest import DIGEST_BYTES, OBJECT_NAMES, is_object_name
+from kvstore_proto.identity import chain
+from kvstore_proto.manifest import DIGEST_BYTES, OBJECT_NAMES, is_object_name, split_digests
+from kvstore_proto.objects import OBJECTS as FINGERPRINT
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.tenants import Tenant
 from kvstored.clock import NS_PER_S, Clock
@@ -152,6 +154,13 @@ def _check(entry: pb.ObjectVersion) -> None:
         )
     if len(entry.kind) > 32 or not entry.kind.isprintable():
         raise KVStoreError(ErrorKind.INVALID, "an object's kind has at most 32 printable characters")
+
+
+def manifest_keys(tenant: Tenant, entry: pb.ObjectVersion) -> bytes:
+    """Return the packed keys of the blocks that hold the manifest of `entry`."""
+    (root,), tokens = tenant.roots(FINGERPRINT), split_digests(entry.manifest_parts)
+    step, hash_name = FINGERPRINT.engine_block_tokens, FINGERPRINT.key_hash
+    return b"".join(chain(root, each, engine_block_tokens=step, hash_name=hash_name) for each in tokens)
 
 
 def of_tenant(index_name: str) -> bytes:

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
+from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S, Clock
@@ -74,21 +76,21 @@ class Pins:
         KVStoreError."""
         bit = self.bit_of(tenant, owner)
         dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)  # it may be on its way to less
-        share_bytes = dram_bytes // PINNED_SHARE
+        share = "half of DRAM", dram_bytes // PINNED_SHARE
         most_of_tenant, most_of_owner = self._limits.pinned_per_tenant_bytes, self._limits.pinned_per_owner_bytes
         of_all = sum(map(self._pinned, self._charged.get(tenant, (tenant,))))
         of_this = self._bytes[tenant, bit.bit_length() - 1] + self._coming[tenant, owner]
         bounds = (
-            ("the tenant", "tenant", most_of_tenant, of_all, of_tenant),
-            (f"owner {owner!r}", "owner", most_of_owner, of_this, of_owner),
+            ("the tenant", ("limits.pinned_per_tenant", most_of_tenant), of_all, of_tenant),
+            (f"owner {owner!r}", ("limits.pinned_per_owner", most_of_owner), of_this, of_owner),
         )
-        for who, what, most_bytes, held_bytes, more_bytes in bounds:
-            limit_bytes = min(most_bytes, share_bytes)
+        for who, most, held_bytes, more_bytes in bounds:
+            what, limit_bytes = min(most, share, key=itemgetter(1))
             if more_bytes and held_bytes + more_bytes > limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
-                    f"{who} has pinned {held_bytes} bytes, and {more_bytes} more are over "
-                    f"limits.pinned_per_{what}, or half of DRAM, {limit_bytes}: unpin some",
+                    f"{who} has pinned {human_bytes(held_bytes)}, and {human_bytes(more_bytes)} more are over {what}, "
+                    f"{human_bytes(limit_bytes)}: unpin some",
                 )
 
         self._check_minima(tenant, of_tenant, dram_bytes)
@@ -106,8 +108,9 @@ class Pins:
         if beyond_bytes and held_bytes + beyond_bytes > limit_bytes:
             raise KVStoreError(
                 ErrorKind.TOO_LARGE,
-                f"all tenants have pinned {held_bytes} bytes above their minima, and {beyond_bytes} more are over "
-                f"three quarters of what no minimum reserves of DRAM, {limit_bytes}: unpin some",
+                f"all tenants have pinned {human_bytes(held_bytes)} above their minima, and "
+                f"{human_bytes(beyond_bytes)} more are over three quarters of what no minimum reserves of DRAM, "
+                f"{human_bytes(limit_bytes)}: unpin some",
             )
 
     def _pinned(self, tenant: int) -> int:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore_proto.v1 import kvstore_pb2 as kvstore__proto_dot_v1_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore_proto/v1/keeping.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"Q\n\x0bShareStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tmin_bytes\x18\x02 \x01(\x04\x12\x11\n\tmax_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\r\"\xad\x01\n\x10SetTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12<\n\x08settings\x18\x02 \x03(\x0b\x32*.kvstore.v1.SetTenantRequest.SettingsEntry\x12\r\n\x05unset\x18\x03 \x03(\t\x12\r\n\x05reset\x18\x04 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\" \n\x0eSetTenantReply\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x8c\x01\n\x0bKeepRequest\x12 \n\x05terms\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Terms\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\x12\r\n\x05\x62\x65low\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0b\n\x03\x61ll\x18\x07 \x01(\x08\"B\n\tKeepReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x04\"C\n\x0fVersionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"x\n\rVersionStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x14\n\x0colder_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x06 \x01(\r\"l\n\rVersionsReply\x12+\n\x08versions\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.VersionStatus\x12\x0f\n\x07\x63lients\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"!\n\x11\x44ropTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\xa9\x01\n\x0f\x44ropTenantReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x03 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\x12\x15\n\rkey_destroyed\x18\x05 \x01(\x08\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x16\n\x0ereadable_slots\x18\x08 \x01(\x04\"@\n\x13RenameTenantRequest\x12\x0b\n\x03old\x18\x01 \x01(\t\x12\x0b\n\x03new\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"t\n\x11RenameTenantReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x17\n\x0freplaced_blocks\x18\x03 \x01(\x04\x12\x16\n\x0ereplaced_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x05 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore_proto/v1/keeping.proto\x12\nkvstore.v1\x1a\x1ekvstore_proto/v1/kvstore.proto\"Q\n\x0bShareStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tmin_bytes\x18\x02 \x01(\x04\x12\x11\n\tmax_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06weight\x18\x04 \x01(\r\"\xad\x01\n\x10SetTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12<\n\x08settings\x18\x02 \x03(\x0b\x32*.kvstore.v1.SetTenantRequest.SettingsEntry\x12\r\n\x05unset\x18\x03 \x03(\t\x12\r\n\x05reset\x18\x04 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0eSetTenantReply\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06nobody\x18\x02 \x01(\t\"\x8c\x01\n\x0bKeepRequest\x12 \n\x05terms\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.Terms\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x12\n\nkey_prefix\x18\x04 \x01(\t\x12\r\n\x05\x62\x65low\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0b\n\x03\x61ll\x18\x07 \x01(\x08\"B\n\tKeepReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\x04\"C\n\x0fVersionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"x\n\rVersionStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x14\n\x0colder_blocks\x18\x05 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x06 \x01(\r\"l\n\rVersionsReply\x12+\n\x08versions\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.VersionStatus\x12\x0f\n\x07\x63lients\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"!\n\x11\x44ropTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\xa9\x01\n\x0f\x44ropTenantReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bkept_blocks\x18\x03 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x06 \x01(\r\x12\x15\n\rkey_destroyed\x18\x05 \x01(\x08\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x16\n\x0ereadable_slots\x18\x08 \x01(\x04\"@\n\x13RenameTenantRequest\x12\x0b\n\x03old\x18\x01 \x01(\t\x12\x0b\n\x03new\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"t\n\x11RenameTenantReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x17\n\x0freplaced_blocks\x18\x03 \x01(\x04\x12\x16\n\x0ereplaced_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x63lients\x18\x05 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,23 +41,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETTENANTREQUEST_SETTINGSENTRY']._serialized_start=288
   _globals['_SETTENANTREQUEST_SETTINGSENTRY']._serialized_end=335
   _globals['_SETTENANTREPLY']._serialized_start=337
-  _globals['_SETTENANTREPLY']._serialized_end=369
-  _globals['_KEEPREQUEST']._serialized_start=372
-  _globals['_KEEPREQUEST']._serialized_end=512
-  _globals['_KEEPREPLY']._serialized_start=514
-  _globals['_KEEPREPLY']._serialized_end=580
-  _globals['_VERSIONSREQUEST']._serialized_start=582
-  _globals['_VERSIONSREQUEST']._serialized_end=649
-  _globals['_VERSIONSTATUS']._serialized_start=651
-  _globals['_VERSIONSTATUS']._serialized_end=771
-  _globals['_VERSIONSREPLY']._serialized_start=773
-  _globals['_VERSIONSREPLY']._serialized_end=881
-  _globals['_DROPTENANTREQUEST']._serialized_start=883
-  _globals['_DROPTENANTREQUEST']._serialized_end=916
-  _globals['_DROPTENANTREPLY']._serialized_start=919
-  _globals['_DROPTENANTREPLY']._serialized_end=1088
-  _globals['_RENAMETENANTREQUEST']._serialized_start=1090
-  _globals['_RENAMETENANTREQUEST']._serialized_end=1154
-  _globals['_RENAMETENANTREPLY']._serialized_start=1156
-  _globals['_RENAMETENANTREPLY']._serialized_end=1272
+  _globals['_SETTENANTREPLY']._serialized_end=385
+  _globals['_KEEPREQUEST']._serialized_start=388
+  _globals['_KEEPREQUEST']._serialized_end=528
+  _globals['_KEEPREPLY']._serialized_start=530
+  _globals['_KEEPREPLY']._serialized_end=596
+  _globals['_VERSIONSREQUEST']._serialized_start=598
+  _globals['_VERSIONSREQUEST']._serialized_end=665
+  _globals['_VERSIONSTATUS']._serialized_start=667
+  _globals['_VERSIONSTATUS']._serialized_end=787
+  _globals['_VERSIONSREPLY']._serialized_start=789
+  _globals['_VERSIONSREPLY']._serialized_end=897
+  _globals['_DROPTENANTREQUEST']._serialized_start=899
+  _globals['_DROPTENANTREQUEST']._serialized_end=932
+  _globals['_DROPTENANTREPLY']._serialized_start=935
+  _globals['_DROPTENANTREPLY']._serialized_end=1104
+  _globals['_RENAMETENANTREQUEST']._serialized_start=1106
+  _globals['_RENAMETENANTREQUEST']._serialized_end=1170
+  _globals['_RENAMETENANTREPLY']._serialized_start=1172
+  _globals['_RENAMETENANTREPLY']._serialized_end=1288
 # @@protoc_insertion_point(module_scope)

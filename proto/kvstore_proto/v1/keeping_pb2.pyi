@@ -92,13 +92,18 @@ class SetTenantReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: builtins.int
+    NOBODY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
+    """with its settings in force"""
+    nobody: builtins.str
+    """why no user is this tenant, unless one is"""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
+        nobody: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nobody", b"nobody", "tenant", b"tenant"]) -> None: ...
 
 global___SetTenantReply = SetTenantReply
 

@@ -490,12 +490,12 @@ async def test_a_put_under_way_keeps_the_owner_that_it_will_pin_for(driven: Driv
 async def test_the_bound_on_pins_follows_a_resize_of_dram(driven: DrivenStore) -> None:
     host, retention, tenant = driven.small.store.host, driven.small.store.retention, driven.client.tenant_id
     three = Terms(pin="a"), 3 << 20
-    with pytest.raises(KVStoreError, match=r"half of DRAM, 2097152"):
+    with pytest.raises(KVStoreError, match=r"half of DRAM, 2\.0 MiB"):
         retention.check(tenant, *three)
     host.resize(8 << 20)
     retention.check(tenant, *three)
     host.set_ceiling(5 << 20)  # as at the begin of a resize to less
-    with pytest.raises(KVStoreError, match=r"half of DRAM, 2621440"):
+    with pytest.raises(KVStoreError, match=r"half of DRAM, 2\.5 MiB"):
         retention.check(tenant, *three)
 
 

@@ -98,6 +98,14 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
     return found
 
 
+def nobody(name: str, tenants: TenantDirectory) -> str:
+    """Return a sentence, with reason and remedy, if no user can act as the tenant `name`, else ""."""
+    for why, heir in _reasons(name, tenants):
+        way_on = f"`kvctl tenants set {heir}` is what holds for that user" if heir else "list that user"
+        return f"without a token for it nobody is {name}: {why}; {way_on}, `kvctl tenants reset {name}` ends this"
+    return ""
+
+
 def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: StoredAmounts) -> str | None:
     """Return the identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring

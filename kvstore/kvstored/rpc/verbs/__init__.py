@@ -15,11 +15,13 @@ from typing import Any
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
+from kvstore_proto.manifest import PIN_OWNER
 from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
 from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, terms_of, tier_code
+from kvstored.clients.objects import manifest_keys
 from kvstored.clients.sessions import ClientSession
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.weights import Bumped
@@ -82,7 +84,7 @@ class Verbs:
             "delete": self._deleted,
             "explain": explain,
             "bump_weights": partial(_bumped, bump),
-            "catalogue": partial(_catalogued, catalogue, store.leases.limbo_bytes),
+            "catalogue": partial(_catalogued, catalogue, store),
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
@@ -332,7 +334,7 @@ async def _bumped(
 
 async def _catalogued(
     catalogue: Callable[[Tenant, pb.Catalogue], Awaitable[pb.CatalogueReply]],
-    limbo_bytes: Callable[[int], int],
+    store: Store,
     session: ClientSession,
     request: pb.Catalogue,
 ) -> pb.CatalogueReply:
@@ -340,8 +342,19 @@ async def _catalogued(
     if not is_list:
         session.require_writer()
     reply = await catalogue(session.tenant, request)
-    reply.limbo_bytes = limbo_bytes(session.tenant_id) if is_list else 0
+    if is_list:
+        reply.limbo_bytes = store.leases.limbo_bytes(session.tenant_id)
+        for entry in reply.objects:
+            entry.pinned = entry.pinned and _is_pinned(store, session, entry)
     return reply
+
+
+def _is_pinned(store: Store, session: ClientSession, entry: pb.ObjectVersion) -> bool:
+    """Return whether the object `entry` has its pins still: an operator may have ended them. Those of the manifest are
+    set last."""
+    pins, find_each = store.retention.pins, store.residency.find_each
+    rows = find_each(session.tenant_id, manifest_keys(session.tenant, entry))
+    return store.retention.later.is_pending or all(row >= 0 and PIN_OWNER in pins.names(row) for row in rows)
 
 
 def _at_once(op: str, verb: Callable[[ClientSession, Any], Any]) -> Quick:
