@@ -8,7 +8,6 @@ with a plain connect.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +49,11 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "lossy_only": "every copy of it is lossy, and the engine asked for exact ones: `connect(exact=False)` accepts them",
     "declined": "its put was declined: the policy thought it worth less than what would have had to go (nothing to do)",
     "late": "stored, but not brought to DRAM before the deadline",
+    "verify_failed": "its slot in DRAM has a form that this client does not read: run the daemon and kvctl of one release",
+    "arena_not_mapped": "the daemon did not hand over its memory in time: try again",
+    "throttled": "this client holds as many leases as it may: release some",
 }
+_UNREAD: Final = frozenset({"late", "verify_failed", "arena_not_mapped", "throttled", "lossy_only", "read_failed"})
 Ask = Callable[[ExplainRequest], ExplainReply]
 Reply = TypeVar("Reply", bound=Message)
 
@@ -93,6 +96,11 @@ def in_words(reason: str) -> str:
     return _SENTENCES.get(reason, reason)
 
 
+def missing(name: str, reason: str) -> str:
+    """Return what is the matter with the object `name`, of which a client could get nothing for `reason`."""
+    return f"{name} cannot be read" if reason in _UNREAD else f"{name} is not stored"
+
+
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
     """Return the error of a command that could not get the blocks described by `what`. `reason` is the client's word
     for the cause, `timeout_s` the seconds that the command waited, and `facts` are further facts for --json.
@@ -127,7 +135,7 @@ class AdminSocket:
             timeout_s = self.timeout_s + (longer_s + SPARE_S if longer_s else 0.0)
             reply = rpc(request, timeout=timeout_s, metadata=(_CALLER,))
         except grpc.RpcError as error:
-            raise self._explain(method, error) from None
+            raise self._explain(error) from None
         assert isinstance(reply, reply_type)
         return reply
 
@@ -137,22 +145,23 @@ class AdminSocket:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def _explain(self, method: str, error: grpc.RpcError) -> CommandError:
+    def _explain(self, error: grpc.RpcError) -> CommandError:
         code, details = error.code(), error.details() or ""
-        verb = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
         if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
-            return CommandError(DENIED, f"{verb}: permission denied: {details}")
+            return CommandError(DENIED, f"permission denied: {details}")
         if code is grpc.StatusCode.UNAVAILABLE:
-            return CommandError(UNREACHABLE, f"{verb}: the daemon at {self.directory} went away: {details}")
+            return CommandError(UNREACHABLE, f"the daemon at {self.directory} went away: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return CommandError(
                 UNREACHABLE,
-                f"{verb}: the daemon at {self.directory} did not answer within {self.timeout_s:g} s; "
+                f"the daemon at {self.directory} did not answer within {self.timeout_s:g} s; "
                 "it may be stopped or overloaded: look at its log, or give more time with --timeout",
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return CommandError(FAILED, f"{verb}: this daemon does not know the command; it is older than kvctl")
-        return CommandError(FAILED, f"{verb}: {details or code.name.lower()}")
+            return CommandError(
+                FAILED, "this daemon is older than kvctl, and does not know the command: restart it with this release"
+            )
+        return CommandError(FAILED, details or code.name.lower())
 
 
 def _probe(path: Path) -> None:

@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvctl.connection import not_there, open_session
+from kvctl.connection import in_words, not_there, open_session
 from kvctl.output import FAILED, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.named import get_head, payloads_of
 from kvstore_client.payload import Payload
-from kvstore_client.receipt import DURABLE
+from kvstore_client.receipt import DURABLE, THROTTLED
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
@@ -81,6 +81,10 @@ class _Stored:
         self._progress.say(f"{human_blocks(self.blocks)} stored ({human_bytes(self.nbytes)})")
         if receipt.visible_blocks == len(payloads):
             return ""
+        if first and receipt.statuses[0] == THROTTLED:  # the block before it was there, and is gone
+            before = session.lookup(tokens[: first * session.fingerprint.block_tokens], group=group)
+            if before.blocks < first and before.reason:
+                return f"what was stored of it first is gone ({in_words(before.reason)}): see kvctl status"
         return receipt.reason or "no room could be made for a block"
 
     def output(self, label: str, **facts: object) -> Output:

@@ -5,7 +5,9 @@ set -euo pipefail
 python=$1 out=$2
 bin=$(dirname "$python")
 mkdir -p "$out"
-export COLUMNS=100 PYTHONDONTWRITEBYTECODE=1 LC_ALL=C.UTF-8
+compiled=$(mktemp -d) # what Python compiles of imports, once for all pages, and not in the package
+trap 'rm -r "$compiled"' EXIT
+export COLUMNS=100 PYTHONPYCACHEPREFIX=$compiled LC_ALL=C.UTF-8
 version=$("$python" "$bin/kvctl" --version | awk '{ print $2; exit }')
 
 # argparse's help, with the headings and examples as help2man knows them.

@@ -23,6 +23,7 @@ from kvstore_client.objects.sources import ArraySource, BytesSource
 from kvstore_client.objects.store import ObjectStore, label, open_objects
 from kvstore_client.objects.tables import Table, array_source
 from kvstore_proto.manifest import PART_CLASSES
+from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.admin_pb2 import BlocksRequest
 from kvstore_proto.v1.explain_pb2 import ExplainRequest
 from tests.reference.kvctl import Kvctl
@@ -305,6 +306,14 @@ def test_a_daemon_without_a_catalogue_is_said_to_be_older() -> None:
     with pytest.raises(DaemonUnavailable, match="older") as older:
         store.put("any", BytesSource(b"bytes"))  # before anything is stored
     assert older.value.is_refused
+
+
+def test_a_refusal_of_the_catalogue_says_why() -> None:
+    error = wire.Error(kind=wire.ERROR_KIND_UNAVAILABLE, message="nothing was changed: make room there")
+    call = SimpleNamespace(wait=lambda timeout_s: wire.Response(error=error), judge=lambda response: "unavailable")
+    daemon = SimpleNamespace(begin=lambda request, deadline_s: call)
+    with pytest.raises(KVStoreError, match="make room there"):
+        ObjectStore(SimpleNamespace(daemon=daemon)).listed()  # type: ignore[arg-type]
 
 
 def test_standard_output_that_takes_nothing_is_not_said_to_be_read(store: ObjectStore, daemon: RunningDaemon) -> None:

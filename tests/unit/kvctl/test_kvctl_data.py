@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -12,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.bench import check_room
+from kvctl.connection import in_words, missing
 from kvctl.data_arguments import positive_size
 from kvctl.explain import reason_text, render_chain
 from kvctl.main import main
 from kvctl.output import DENIED, FAILED, USAGE, CommandError
+from kvctl.put import _Stored
 from kvctl.target import parse_tokens
 from kvstore_console.units import human_blocks
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -191,3 +195,23 @@ def test_bench_without_an_operators_rights_is_small_or_forced(
 def test_json_needs_a_file_for_the_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--socket-dir", str(tmp_path), "get", "--name", "x", "--json"]) == USAGE
     assert json.loads(capsys.readouterr().out)["exit_code"] == USAGE
+
+
+@pytest.mark.parametrize("reason", ["verify_failed", "arena_not_mapped", "throttled", "late"])
+def test_what_is_stored_and_cannot_be_read_is_not_said_to_be_missing(reason: str) -> None:
+    assert missing("weights", reason) == "weights cannot be read" and " " in in_words(reason)
+    assert missing("weights", "evicted") == "weights is not stored"
+
+
+def test_a_put_whose_first_blocks_leave_before_its_last_come_says_why() -> None:
+    arguments = argparse.Namespace(durability="batch", timeout=1.0, replace=False, block_size=100)
+    receipt = SimpleNamespace(
+        stored_blocks=0, visible_blocks=0, durability=[], statuses=["throttled"], reason="put it from that one on"
+    )
+    session: Any = SimpleNamespace(
+        put=lambda *tokens, **options: receipt, fingerprint=SimpleNamespace(block_tokens=8),
+        lookup=lambda tokens, group: SimpleNamespace(blocks=len(tokens) // 16, reason="evicted"),
+    )  # fmt: skip
+    progress: Any = SimpleNamespace(say=lambda text: None)
+    said = _Stored(progress, arguments).add(session, list(range(64)), [b""], 4, 0, 100)
+    assert said == "what was stored of it first is gone (evicted for want of room): see kvctl status"
