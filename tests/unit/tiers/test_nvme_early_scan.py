@@ -8,6 +8,8 @@ import mmap
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -34,6 +36,11 @@ BLOCKS = range(1, 201)  # of three slabs
 def opened(path: Path, ahead: EarlyRecordScan | None = None) -> Iterator[NvmeTier]:
     with closing(NvmeTier.open(path, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=1, early_scan=ahead)) as tier:
         yield tier
+
+
+def test_the_scanning_process_loads_no_module_for_sockets() -> None:
+    program = "import sys; from kvstore_tiers.nvme.shared_columns import SlabScanner; sys.exit('socket' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def store(tier: NvmeTier, *numbers: int) -> None:

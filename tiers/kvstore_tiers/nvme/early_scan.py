@@ -23,7 +23,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore_tiers.child_processes import variables_of_children
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
 from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
 
@@ -142,6 +141,8 @@ class EarlyRecordScan:
 
 
 def _start(slabs: Path, queue: int, memory: int, reporting: int) -> int:
+    from kvstore_tiers.child_processes import variables_of_children  # sockets, which the scanning process does not need
+
     inherited = (queue, memory, reporting)
     for fd in inherited:
         os.set_inheritable(fd, True)
