@@ -49,7 +49,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "lossy_only": "every copy of it is lossy, and the engine asked for exact ones: `connect(exact=False)` accepts them",
     "declined": "its put was declined: the policy thought it worth less than what would have had to go (nothing to do)",
     "late": "stored, but not brought to DRAM before the deadline",
-    "verify_failed": "its slot in DRAM has a form that this client does not read: run the daemon and kvctl of one release",
+    "verify_failed": "its slot has a form that this client does not read: run the daemon and kvctl of one release",
     "arena_not_mapped": "the daemon did not hand over its memory in time: try again",
     "throttled": "this client holds as many leases as it may: release some",
 }
@@ -96,8 +96,8 @@ def in_words(reason: str) -> str:
     return _SENTENCES.get(reason, reason)
 
 
-def missing(name: str, reason: str) -> str:
-    """Return what is the matter with the object `name`, of which a client could get nothing for `reason`."""
+def not_read(name: str, reason: str) -> str:
+    """Return whether the object `name` cannot be read or is not stored, by the `reason` why a client got nothing."""
     return f"{name} cannot be read" if reason in _UNREAD else f"{name} is not stored"
 
 

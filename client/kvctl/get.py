@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvctl.connection import in_words, missing, not_there, open_session
+from kvctl.connection import in_words, not_read, not_there, open_session
 from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
@@ -108,7 +108,7 @@ def _get_object(reading: _Reading, name: str) -> Output:
     if head is None:
         if reason == "no_object":
             raise CommandError(FAILED, f"{name}: the blocks stored under this name are no object that kvctl can read")
-        raise not_there(missing(name, reason), reason, reading.timeout_s)
+        raise not_there(not_read(name, reason), reason, reading.timeout_s)
     checksum = ObjectChecksum(head.checksum_kind)
 
     def take(block: int, payload: Bytes) -> Bytes:
@@ -221,5 +221,5 @@ def _tokens(session: Session, target: Target, timeout_s: float) -> Any:
         return target.tokens
     head, reason = get_head(session, target.name, timeout_s)
     if head is None:
-        raise not_there(missing(target.name, reason), reason, timeout_s)
+        raise not_there(not_read(target.name, reason), reason, timeout_s)
     return object_tokens(target.name, head.blocks)

@@ -57,6 +57,8 @@ BUCKET = struct.Struct("<Q56s")  # checksum, body
 BODY = struct.Struct("<7Q")  # tiers and overflow, tags
 LIVE = struct.Struct("<QQQQ")  # state, keys, overflowed keys, changes
 LIVE_OFFSET = 64
+CHECKSUM_BYTES = 8  # of a bucket, before its body
+_TIERS_MASK = (1 << 8 * SLOTS_A_BUCKET) - 1
 _FIXED = struct.Struct("<4sHHIIQ16s16xQ")
 _STATE = struct.Struct("<Q")
 _digest = xxhash.xxh3_64_intdigest
@@ -134,14 +136,22 @@ def bucket_offset(tag: int, buckets: int) -> int:
     return HEADER_BYTES + (tag & (buckets - 1)) * BUCKET_BYTES
 
 
-def pack_bucket(tags: Sequence[int], tiers: Sequence[int], overflow: int) -> tuple[int, bytes]:
-    """Return the checksum and the 56 bytes of one bucket of the lookup index, for `BUCKET.pack_into`. `tags` and
-    `tiers` have a key's tag and tier number for each of the bucket's six slots. `overflow` is the number of keys for
-    which the bucket had no room.
+def pack_bucket(control: int, tags: Sequence[int]) -> tuple[int, bytes]:
+    """Return the checksum and the 56 bytes of one bucket of the lookup index, for `BUCKET.pack_into`. `control` is the
+    word with the tiers and the overflow, `tags` has the tag of each of the bucket's six slots.
     """
-    control = int.from_bytes(bytes(tiers), "little") | min(overflow, MAX_OVERFLOW) << 48
     body = BODY.pack(control, *tags)
     return _digest(body) ^ _EMPTY_DIGEST, body
+
+
+def with_tier(control: int, slot: int, tier: int) -> int:
+    """Return the word `control` of a bucket with the number `tier` for its `slot`."""
+    return control & ~(0xFF << 8 * slot) | tier << 8 * slot
+
+
+def with_overflow(control: int, keys: int) -> int:
+    """Return the word `control` of a bucket that found no room for this number of `keys`."""
+    return control & _TIERS_MASK | min(keys, MAX_OVERFLOW) << 8 * SLOTS_A_BUCKET
 
 
 def find(raw: Buffer, mask: int, seed: int, key: bytes) -> int:

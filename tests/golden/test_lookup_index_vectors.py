@@ -22,6 +22,8 @@ from kvstore_proto.lookup_index import (
     pack_bucket,
     read_layout,
     read_state,
+    with_overflow,
+    with_tier,
 )
 from tests.reference.index_memory import TENANT, image_of, key_of, table_of
 
@@ -48,17 +50,18 @@ def test_tags_and_places() -> None:
 
 
 def test_bucket() -> None:
-    checksum, body = pack_bucket([5, 0, 0, 1 << 63, 0, 0], [2, 0, 0, 4, 0, 0], 3)
+    control = with_overflow(with_tier(with_tier(0, 0, 2), 3, 4), 3)
+    checksum, body = pack_bucket(control, [5, 0, 0, 1 << 63, 0, 0])
     assert (checksum.to_bytes(8, "little") + body).hex() == BUCKET_OF_TWO
-    assert pack_bucket([0] * 6, [0] * 6, 0) == (0, bytes(56)), "memory that was never written is a whole, empty bucket"
-    assert pack_bucket([0] * 6, [0] * 6, 1 << 20)[1][6:8] == b"\xff\xff"
+    assert pack_bucket(0, [0] * 6) == (0, bytes(56)), "memory that was never written is a whole, empty bucket"
+    assert pack_bucket(with_overflow(0, 1 << 20), [0] * 6)[1][6:8] == b"\xff\xff"
 
 
 def test_whole_memory() -> None:
     table = table_of(4, SEED)
     for number in range(12):
-        table.put(key_of(number), 4 if number % 3 else 2)
-    table.remove(key_of(11))
+        table.put([key_of(number)], 4 if number % 3 else 2)
+    table.remove([key_of(11)])
     image = image_of(table).tobytes()
     assert image[64:128].hex() == LIVE
     assert hashlib.sha256(image).hexdigest() == WHOLE
@@ -92,7 +95,7 @@ def test_sizes() -> None:
 
 def test_a_damaged_bucket_is_unknown() -> None:
     table = table_of(1, SEED)
-    table.put(key_of(0), 2)
+    table.put([key_of(0)], 2)
     for place in range(BUCKET_BYTES):
         image = image_of(table)
         image[HEADER_BYTES + place] ^= 1

@@ -34,10 +34,10 @@ def test_answers_are_true_and_a_stored_key_is_never_called_absent(
     model: dict[int, int] = {}
     for number, code in steps:
         if code:
-            table.put(key_of(number), code)
+            table.put([key_of(number)], code)
             model[number] = code
         else:
-            table.remove(key_of(number))
+            table.remove([key_of(number)])
             model.pop(number, None)
         answers = reader.codes(ALL)
         assert all(answers[n] in (model.get(n, ABSENT), UNKNOWN) for n in range(KEYS))
@@ -47,7 +47,7 @@ def test_answers_are_true_and_a_stored_key_is_never_called_absent(
             assert table.keys == min(len(model), slots)
             assert (UNKNOWN in answers) is (len(model) > slots)
     for number in list(model):
-        table.remove(key_of(number))
+        table.remove([key_of(number)])
     assert set(reader.codes(ALL)) == {ABSENT}
     table.close()
 
@@ -63,9 +63,9 @@ def test_a_torn_read_is_unknown_or_one_of_the_two_states(
     for steps in (before, after):
         for number, code in steps:
             if code:
-                table.put(key_of(number), code)
+                table.put([key_of(number)], code)
             else:
-                table.remove(key_of(number))
+                table.remove([key_of(number)])
         whole.append((image_of(table), reader_of(table).codes(ALL)))
     (torn, old), (image, new) = whole
     for word in new_words:
@@ -89,9 +89,9 @@ class IndexFollowsResidency(ResidencyAgainstModel):
         for row in rows:
             block_key, mask = self.residency.key(row), self.residency.rows.mask[row]
             if mask:
-                self.tables[tenant].put(block_key, HOST if mask & 1 else NVME)
+                self.tables[tenant].put([block_key], HOST if mask & 1 else NVME)
             else:
-                self.tables[tenant].remove(block_key)
+                self.tables[tenant].remove([block_key])
 
     @invariant()
     def the_index_says_what_residency_says(self) -> None:

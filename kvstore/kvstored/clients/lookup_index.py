@@ -15,7 +15,8 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from kvstore_proto import lookup_index as layout
 from kvstore_proto.lookup_index import IndexLayout, IndexState
@@ -64,49 +65,54 @@ class IndexTable:
         self._state = state
         self._publish()
 
-    def put(self, key: bytes, code: int) -> None:
-        """Enter the block `key` with `code`, the tier code of the fastest tier that has a readable copy now."""
-        tag = layout.key_tag(key, self._seed)
-        offset = layout.bucket_offset(tag, self._buckets)
-        tags, tiers = self._read(offset)
-        if tag in tags:
-            slot = tags.index(tag)
-            if tiers[slot] == code:
-                return
-        elif 0 in tags:
-            slot = tags.index(0)
-            self.keys += 1
-        else:
-            waiting = self._overflow.setdefault(offset, {})
-            self._overflowed += tag not in waiting
-            waiting[tag] = code
-            self._write(offset, tags, tiers)
-            return
-        tags[slot], tiers[slot] = tag, code
-        self._write(offset, tags, tiers)
+    def put(self, keys: Iterable[bytes], code: int) -> None:
+        """Enter the blocks `keys` with `code`, the tier code of the fastest tier that has a readable copy of each."""
+        for key in keys:
+            tag = layout.key_tag(key, self._seed)
+            offset = layout.bucket_offset(tag, self._buckets)
+            control, *tags = layout.BODY.unpack_from(self._memory, offset + layout.CHECKSUM_BYTES)
+            if tag in tags:
+                slot = tags.index(tag)
+                if control >> 8 * slot & 0xFF == code:
+                    continue
+            elif 0 in tags:
+                slot = tags.index(0)
+                self.keys += 1
+            else:
+                waiting = self._overflow.setdefault(offset, {})
+                self._overflowed += tag not in waiting
+                waiting[tag] = code
+                self._write(offset, layout.with_overflow(control, len(waiting)), tags)
+                continue
+            tags[slot] = tag
+            self._write(offset, layout.with_tier(control, slot, code), tags)
+        self._publish()
 
-    def remove(self, key: bytes) -> None:
-        """Remove the block `key`, which is no longer readable, from the table. A key that did not fit into the same
-        bucket of the table gets the free place."""
-        tag = layout.key_tag(key, self._seed)
-        offset = layout.bucket_offset(tag, self._buckets)
-        tags, tiers = self._read(offset)
-        waiting = self._overflow.get(offset, {})
-        if tag in tags:
-            slot = tags.index(tag)
-            if waiting:
-                tags[slot], tiers[slot] = waiting.popitem()
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Remove the blocks `keys`, which are no longer readable, from the table. A key that did not fit into the same
+        bucket of the table gets a free place."""
+        for key in keys:
+            tag = layout.key_tag(key, self._seed)
+            offset = layout.bucket_offset(tag, self._buckets)
+            control, *tags = layout.BODY.unpack_from(self._memory, offset + layout.CHECKSUM_BYTES)
+            waiting = self._overflow.get(offset, {})
+            if tag in tags:
+                slot, code = tags.index(tag), layout.ABSENT
+                if waiting:
+                    tags[slot], code = waiting.popitem()
+                    self._overflowed -= 1
+                else:
+                    tags[slot] = 0
+                    self.keys -= 1
+                control = layout.with_tier(control, slot, code)
+            elif waiting.pop(tag, None) is not None:
                 self._overflowed -= 1
             else:
-                tags[slot] = tiers[slot] = 0
-                self.keys -= 1
-        elif waiting.pop(tag, None) is not None:
-            self._overflowed -= 1
-        else:
-            return
-        if not waiting:
-            self._overflow.pop(offset, None)
-        self._write(offset, tags, tiers)
+                continue
+            if not waiting:
+                self._overflow.pop(offset, None)
+            self._write(offset, layout.with_overflow(control, len(waiting)), tags)
+        self._publish()
 
     def readonly_fd(self) -> int:
         """Return a new read-only descriptor of the table, for a client. The caller closes it."""
@@ -121,15 +127,9 @@ class IndexTable:
             os.close(self._fd)
             self._fd = -1
 
-    def _read(self, offset: int) -> tuple[list[int], bytearray]:
-        _, body = layout.BUCKET.unpack_from(self._memory, offset)
-        return list(layout.BODY.unpack(body)[1:]), bytearray(body[: layout.SLOTS_A_BUCKET])
-
-    def _write(self, offset: int, tags: list[int], tiers: bytearray) -> None:
-        overflow = len(self._overflow.get(offset, ()))
-        layout.BUCKET.pack_into(self._memory, offset, *layout.pack_bucket(tags, tiers, overflow))
+    def _write(self, offset: int, control: int, tags: list[int]) -> None:
+        layout.BUCKET.pack_into(self._memory, offset, *layout.pack_bucket(control, tags))
         self._changes += 1
-        self._publish()
 
     def _publish(self) -> None:
         layout.LIVE.pack_into(self._memory, layout.LIVE_OFFSET, self._state, self.keys, self._overflowed, self._changes)
@@ -161,11 +161,13 @@ class LookupIndexes:
         table, residency = self._tables.get(tenant), self._residency
         if table is None:
             return
-        for row in rows:
-            if served := residency.exactness.served_tiers(row):
-                table.put(residency.key(row), self._code_of_mask[served])
+        masks = residency.exactness.masks(exact=True)
+        for mask, alike in groupby(rows, lambda row: masks[row]):
+            keys = map(residency.key, alike)
+            if mask:
+                table.put(keys, self._code_of_mask[mask])
             else:
-                table.remove(residency.key(row))
+                table.remove(keys)
 
     def grant(self, session: ClientSession) -> tuple[hs.LookupIndexGrant, int | None]:
         """Return the message that lets the client of `session` map its tenant's lookup table, and the table's
@@ -215,7 +217,7 @@ class LookupIndexes:
         while row < end and entered < KEYS_A_SLICE:
             key, mask = rows.key(row), masks[row]
             if key is not None and mask and self._residency.tenant_of(row) == tenant:
-                table.put(key, self._code_of_mask[mask])
+                table.put((key,), self._code_of_mask[mask])
                 entered += 1
             row += 1
         if row < rows.capacity:

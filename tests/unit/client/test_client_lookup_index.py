@@ -32,7 +32,7 @@ def table() -> Iterator[IndexTable]:
     """Keys 0 to 2 and 5 in DRAM, 3 on NVMe."""
     made = table_of(16)
     for number, code in ((0, HOST), (1, HOST), (2, HOST), (3, NVME), (5, HOST)):
-        made.put(key_of(number), code)
+        made.put([key_of(number)], code)
     yield made
     made.close()
 
@@ -83,7 +83,7 @@ def test_a_table_being_built_says_what_is_there_only(table: IndexTable) -> None:
 
 
 def test_a_tier_of_a_later_release_is_unknown(table: IndexTable) -> None:
-    table.put(key_of(0), 77)
+    table.put([key_of(0)], 77)
     probed = probe(reader_of(table), run_of(0), FINGERPRINT, FULL)
     assert probed.tiers == ("unknown",)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.bench import check_room
-from kvctl.connection import in_words, missing
+from kvctl.connection import in_words, not_read
 from kvctl.data_arguments import positive_size
 from kvctl.explain import reason_text, render_chain
 from kvctl.main import main
@@ -199,8 +199,8 @@ def test_json_needs_a_file_for_the_bytes(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("reason", ["verify_failed", "arena_not_mapped", "throttled", "late"])
 def test_what_is_stored_and_cannot_be_read_is_not_said_to_be_missing(reason: str) -> None:
-    assert missing("weights", reason) == "weights cannot be read" and " " in in_words(reason)
-    assert missing("weights", "evicted") == "weights is not stored"
+    assert not_read("weights", reason) == "weights cannot be read" and " " in in_words(reason)
+    assert not_read("weights", "evicted") == "weights is not stored"
 
 
 def test_a_put_whose_first_blocks_leave_before_its_last_come_says_why() -> None:

@@ -190,25 +190,25 @@ def test_a_key_that_found_its_bucket_full_gets_the_next_free_slot() -> None:
     reader = reader_of(table)
     everything = run_of(*range(9))
     for number in range(9):
-        table.put(key_of(number), HOST)
+        table.put([key_of(number)], HOST)
     assert reader.codes(everything) == [HOST] * 6 + [UNKNOWN] * 3
-    table.put(key_of(7), NVME)
-    table.remove(key_of(8))
+    table.put([key_of(7)], NVME)
+    table.remove([key_of(8)])
     assert (table.keys, reader.codes(run_of(8, 9))) == (6, [UNKNOWN] * 2), "one of two others may be meant"
-    table.remove(key_of(0))
-    table.remove(key_of(1))
+    table.remove([key_of(0)])
+    table.remove([key_of(1)])
     assert reader.codes(everything) == [ABSENT] * 2 + [HOST] * 5 + [NVME, ABSENT]
-    table.remove(key_of(2))
+    table.remove([key_of(2)])
     assert (table.keys, reader.codes(everything)[2]) == (5, ABSENT)
     table.close()
 
 
 def test_nothing_is_written_that_does_not_change() -> None:
     table = table_of()
-    table.put(key_of(1), HOST)
+    table.put([key_of(1)], HOST)
     before = image_of(table).tobytes()
-    table.put(key_of(1), HOST)
-    table.remove(key_of(2))
+    table.put([key_of(1)], HOST)
+    table.remove([key_of(2)])
     assert image_of(table).tobytes() == before
     table.close()
     table.close()
