@@ -280,7 +280,7 @@ async def test_the_pins_of_an_owner_end_together_at_their_time(driven: DrivenSto
 async def test_an_owner_pins_no_more_than_its_own_bound(driven: DrivenStore) -> None:
     hints, keys = driven.operations.hints, await put(driven, 1, 32768 // SLOT_BYTES, pin="a")
     more = await put(driven, 2, pin="b")
-    with pytest.raises(KVStoreError, match=r"owner 'a' has pinned 32768 bytes.*limits\.pinned_per_owner.*unpin some"):
+    with pytest.raises(KVStoreError, match=r"owner 'a' has pinned 32\.0 KiB.*limits\.pinned_per_owner.*unpin some"):
         hints.touch(driven.client, more[0], Terms(pin="a"))
     assert hints.touch(driven.client, b"".join(keys), Terms(pin="a")) == len(keys), "these are pinned already"
     hints.touch(driven.client, keys[-1], Terms(unpin="a"))
