@@ -204,7 +204,7 @@ async def reader(case: Case, shape: PayloadShape, *settings: str) -> AsyncIterat
 
 def possible_s(case: Case, turns: int) -> float:
     """Return the seconds of a get that does nothing but pass its blocks through the link, and read, check and decode
-    them: by the form that takes the shortest time of those that `case` accepts."""
+    them, in the form that takes the shortest time: `case` says whether lossy forms count."""
     shape = kv_shape(LAYERS, 64, 3, 64, case.dtype)
     forms = ["none", "context", "int8"] if case.accepts_lossy else ["none", "context"]
     return min(max(link_s, work_s) for link_s, work_s in (_floors(form, case, shape, turns) for form in forms))

@@ -194,7 +194,7 @@ def test_a_pin_that_is_over_its_bound_is_refused_as_a_whole(capfdbinary: Any) ->
         kvctl = Kvctl(daemon, capfdbinary)
         fill(daemon, *range(1, 12))
         refused = kvctl(["pin", "big", "--tenant", ME, "--all"], exit_code=1).err
-        assert "owner 'big' has pinned 0 bytes" in refused and "limits.pinned_per_owner" in refused
+        assert "owner 'big' has pinned 0 B" in refused and "limits.pinned_per_owner" in refused
         assert not any(block["pinned_by"] for block in kvctl.json("blocks")["blocks"])
 
 

@@ -350,8 +350,8 @@ async def _catalogued(
 
 
 def _is_pinned(store: Store, session: ClientSession, entry: pb.ObjectVersion) -> bool:
-    """Return whether the object `entry` has its pins still: an operator may have ended them. Those of the manifest are
-    set last."""
+    """Return whether the object `entry` has its pins still: an operator may have ended them. The
+    manifest's are set last."""
     pins, find_each = store.retention.pins, store.residency.find_each
     rows = find_each(session.tenant_id, manifest_keys(session.tenant, entry))
     return store.retention.later.is_pending or all(row >= 0 and PIN_OWNER in pins.names(row) for row in rows)
