@@ -61,6 +61,8 @@ def test_records_apart_from_each_other_are_checked_too() -> None:
     raw = np.random.default_rng(5).integers(0, MASK, (20, RECORD_WORDS), np.uint64)
     every_other = RecordChecksums().load(raw[::2], np.arange(10, dtype=np.uint64))[1]
     assert every_other.tolist() == digests(np.ascontiguousarray(raw[::2]).tobytes(), list(range(10)))
+    seeds = np.arange(40, dtype=np.uint64)[::2]
+    assert RecordChecksums().load(raw, seeds)[1].tolist() == digests(raw.tobytes(), seeds.tolist())
 
 
 def test_a_record_of_the_layout_holds() -> None:

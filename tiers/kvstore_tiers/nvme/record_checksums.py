@@ -80,8 +80,8 @@ class RecordChecksums:
         words = self._data[:, : len(records)]
         library = native.library
         if library is not None and records.flags.c_contiguous:
-            digests = np.empty(len(records), np.uint64)
-            places = address_of(np.ascontiguousarray(seeds)), address_of(words), BATCH_RECORDS, address_of(digests)
+            digests, seeds = np.empty(len(records), np.uint64), np.ascontiguousarray(seeds)  # held during the call
+            places = address_of(seeds), address_of(words), BATCH_RECORDS, address_of(digests)
             library.kv_load_records(address_of(records), len(records), *places)
             return words, digests
         for begin in range(0, len(records), _TRANSPOSED):
