@@ -164,6 +164,10 @@ class BlockHeader:
         """Return a copy of this header without token ids, which takes less memory."""
         return _header({**self.__dict__, "tokens": b""})
 
+    def without_codec(self) -> BlockHeader:
+        """Return a copy of this header for the payload as it is."""
+        return _header({**self.__dict__, "coded": None})
+
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.tokens, dtype="<i4").astype(np.int32, copy=False)

@@ -1,11 +1,11 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
-The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
-rate of a codec, or of whole reads with checks and decoding, by the form of the blocks, is the rate which three of four
-of its last runs reached: a run that lost its core now and then says nothing of the codec; where many do, the machine
-has no core to spare. Runs side by side share the time that passes, so the rate is what all threads reach together, on
-as many cores as are idle; runs of one thread alone do not say it, and count where there are no others. Any thread may
-call.
+The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. A
+steady rate, of a codec or of whole reads by the form of the blocks, is the rate which three of four of the last runs
+reached: a run that lost its core now and then says nothing of the codec; where many do, the machine has no core to
+spare. Runs side by side share the time that passes, so it is what all threads reach together. The rate of a core
+counts the processor time of a thread alone, so waiting for a core, or for the interpreter, is not in it: a few reads
+among others tell what decoding costs. Any thread may call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 MEMORY_BYTES = 64 << 20
 FEWEST_BYTES = 1 << 20  # before them a rate is not known
 RUNS, FEWEST_RUNS = 31, 5
 FEWEST_SERVED, RECENT_S = 12, 60.0  # of whole reads
-SIDE_BY_SIDE = 1.5  # runs at a time, from which a run was not alone
 
 
 class BusyRate:
@@ -60,8 +59,8 @@ class BusyRate:
 
 
 class SteadyRate:
-    """The rate that three of four of the last runs reached, not known before `fewest` of them. `total_s` is the time of
-    all runs."""
+    """The rate that three of four of the last runs reached, of all threads together; not known before `fewest` of them.
+    `total_s` is the time of all runs. `seconds` returns the time."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic, fewest: int = FEWEST_RUNS) -> None:
         self._seconds, self._fewest, self._lock = seconds, fewest, threading.Lock()
@@ -70,45 +69,49 @@ class SteadyRate:
         self._under_way = 0
         self.total_s = 0.0
 
+    def begin(self) -> tuple[float, float]:
+        """Note that a run begins. Return what `end` takes."""
+        return self._pass(1)
+
+    def end(self, began: tuple[float, float], nbytes: int) -> None:
+        """Note that the run ends which has begun at `began`, and handled `nbytes`; 0 when it failed, and does not
+        count."""
+        ended_s, until_s = self._pass(-1)
+        began_s, shared_s = began
+        if nbytes:
+            self.total_s += ended_s - began_s
+            if until_s > shared_s:
+                self._pace.append(((until_s - shared_s) / nbytes, (ended_s - began_s) / nbytes))
+
     @contextmanager
     def work(self, nbytes: int) -> Iterator[None]:
         """Measure the body of the `with` block, which handles `nbytes`. A run that raises an error does not count."""
-        began_s, shared_s = self._pass(1)
-        done_bytes = 0
+        began, done_bytes = self.begin(), 0
         try:
             yield
             done_bytes = nbytes
         finally:
-            ended_s, until_s = self._pass(-1)
-            if done_bytes:
-                self.total_s += ended_s - began_s
-                if until_s > shared_s:
-                    self._pace.append(((until_s - shared_s) / done_bytes, (ended_s - began_s) / done_bytes))
+            self.end(began, done_bytes)
 
     def _pass(self, change: int) -> tuple[float, float]:
         """Note that a run begins or ends. Return the time, and the time that a run has had for itself if it was always
         under way."""
         now_s = self._seconds()
         with self._lock:
-            self._shared_s += max(0.0, now_s - self._since_s) / max(1, self._under_way)
-            self._since_s = max(self._since_s, now_s)
+            if now_s > self._since_s:
+                self._shared_s += (now_s - self._since_s) / (self._under_way or 1)
+                self._since_s = now_s
             self._under_way += change
             return now_s, self._shared_s
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the rate of all threads together; 0 while it is not known."""
-        return self._reached(0)
-
-    @property
-    def bytes_per_s_alone(self) -> float:
-        """Return the rate of one thread beside the others; 0 while it is not known."""
-        return self._reached(1)
+        """Return the rate; 0 while it is not known."""
+        return _steady([share for share, _ in tuple(self._pace)], self._fewest)
 
     @property
     def recent_bytes_per_s(self) -> float:
-        """Return the rate of all threads together; 0 while it is not known, and when all of it is older than
-        `RECENT_S`."""
+        """Return the rate; 0 while it is not known, and when all of it is older than `RECENT_S`."""
         return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
 
     @property
@@ -117,23 +120,61 @@ class SteadyRate:
         pace = tuple(self._pace)
         return sum(whole / share for share, whole in pace) / len(pace) if pace else 0.0
 
-    def _reached(self, which: int) -> float:
-        runs = tuple(self._pace)
-        together = [each for each in runs if each[1] >= SIDE_BY_SIDE * each[0]]
-        pace = sorted(each[which] for each in (together if len(together) >= self._fewest else runs))
-        return 1 / pace[len(pace) * 3 // 4] if len(pace) >= self._fewest else 0.0
+
+class CoreRate:
+    """The rate at which one core handles bytes, as three of four of the last runs needed it; not known before
+    `FEWEST_RUNS` of them. `total_s` is the time of all runs, with all waiting. `core_seconds` returns the processor
+    time of the calling thread, `seconds` the time."""
+
+    def __init__(
+        self, seconds: Callable[[], float] = time.monotonic, core_seconds: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._seconds, self._core_seconds = seconds, core_seconds
+        self._pace: deque[float] = deque(maxlen=RUNS)  # seconds a byte
+        self._since_s = self.total_s = 0.0
+
+    def begin(self) -> tuple[float, float]:
+        """Return what `end`, on the same thread, takes."""
+        return self._seconds(), self._core_seconds()
+
+    def end(self, began: tuple[float, float], nbytes: int) -> None:
+        """Note that a run has handled `nbytes` since `began`; 0 when it failed, and does not count."""
+        if nbytes:
+            core_s, self._since_s = self._core_seconds() - began[1], self._seconds()
+            self.total_s += self._since_s - began[0]
+            self._pace.append(core_s / nbytes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate; 0 while it is not known."""
+        return _steady(self._pace.copy(), FEWEST_RUNS)
+
+    @property
+    def recent_bytes_per_s(self) -> float:
+        """Return the rate; 0 while it is not known, and when all of it is older than `RECENT_S`."""
+        return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
+
+
+def _steady(pace: Iterable[float], fewest: int) -> float:
+    """Return the rate that three of four runs reached, whose seconds a byte are `pace`; 0 of fewer than `fewest`."""
+    known = sorted(pace)
+    return 1 / known[len(known) * 3 // 4] if len(known) >= fewest and known[len(known) * 3 // 4] > 0 else 0.0
 
 
 class CodecRates:
-    """The rates of one tier: `medium` in stored bytes, `decoding` and `encoding` in payload bytes by the number of the
-    codec, of reads and of measurements; `decoding_of_reads` of reads alone; `served` of whole reads (0: of blocks
-    without a codec); and what blocks shrank to. `threads` threads read and decode side by side."""
+    """The rates of one tier, by the number of the codec, 0 for none: `medium` in stored bytes; in payload bytes
+    `decoding` and `encoding`, what all threads reach together, and `decoding_core`, `read_core`, what a core does, of
+    measurements and of reads; `served` of whole reads; and what blocks shrank to. `read_core` of codec 0 is of whole
+    reads, as nothing is decoded. `threads` threads read and decode side by side."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: Callable[[], float] = time.monotonic, core_seconds: Callable[[], float] = time.thread_time
+    ) -> None:
         self.medium = BusyRate(seconds)
         self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
-        self.decoding_of_reads: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
+        self.decoding_core: defaultdict[int, CoreRate] = defaultdict(lambda: CoreRate(seconds, core_seconds))
+        self.read_core: defaultdict[int, CoreRate] = defaultdict(lambda: CoreRate(seconds, core_seconds))
         self.served: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds, FEWEST_SERVED))
         self.threads = 1
         self._shrunk: dict[int, tuple[float, float]] = {}

@@ -247,8 +247,8 @@ def _codecs(rates: CodecRates) -> list[pb.CodecStatus]:
             name=codec_name(number),
             ratio=rates.ratio(number),
             encoding_s=rates.encoding[number].total_s,
-            decoding_s=rates.decoding[number].total_s,
-            decoding_bytes_per_s=rates.decoding[number].bytes_per_s,
+            decoding_s=rates.read_core[number].total_s + rates.decoding_core[number].total_s,
+            decoding_bytes_per_s=min(rates.decoding[number].bytes_per_s, rates.decoding_core[number].bytes_per_s),
         )
         for number in rates.codecs
     ]

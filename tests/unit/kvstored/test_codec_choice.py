@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, BusyRate, CodecRates, SteadyRate
+from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, BusyRate, CodecRates, CoreRate, SteadyRate
 from kvstore_tiers.codecs import Codec, Encoded
 from kvstore_tiers.codecs.measured import Measured
 from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, TRY_AGAIN_S, CodecChoice, read_s
@@ -47,17 +47,37 @@ LOSSY, EXACT = Named(3, is_lossy=True), Named(1, is_lossy=False)
 def rates_of(medium: float, decoding: dict[Codec, float], ratios: dict[Codec, float]) -> CodecRates:
     """Rates in GB/s, as if they had been measured."""
     hand = Hand()
-    rates = CodecRates(hand)
+    rates = CodecRates(hand, hand)
     if medium:
         with rates.medium.work(64 << 20):
             hand.now_s += (64 << 20) / (medium * GB)
     for codec, rate in decoding.items():
         for _ in range(FEWEST_RUNS):
-            with rates.decoding[codec.number].work(BLOCK_BYTES):
-                hand.now_s += BLOCK_BYTES / (rate * GB)
+            decode(rates, codec, hand, rate)
     for codec, ratio in ratios.items():
         rates.shrank(codec.number, round(1000 * ratio), 1000)
     return rates
+
+
+def decode(rates: CodecRates, codec: Codec, hand: Hand, rate: float, threads: int = 1) -> None:
+    """Measure decoding by `threads` threads at a time, each of which has a core that does `rate` GB/s."""
+    together, core = rates.decoding[codec.number], rates.decoding_core[codec.number]
+    with ExitStack() as stack:
+        for _ in range(threads):
+            stack.enter_context(together.work(BLOCK_BYTES))
+        began = core.begin()
+        hand.now_s += BLOCK_BYTES / (rate * GB)
+        for _ in range(threads):
+            core.end(began, BLOCK_BYTES)
+
+
+def read(rates: CodecRates, form: int, hand: Hand, rate: float) -> None:
+    """Note the processor time of reads in a form: 0 for as they are, or the number of a codec."""
+    core = rates.read_core[form]
+    for _ in range(FEWEST_RUNS):
+        began = core.begin()
+        hand.now_s += BLOCK_BYTES / (rate * GB)
+        core.end(began, BLOCK_BYTES)
 
 
 def test_whole_gets_of_both_forms_decide_while_they_are_recent() -> None:
@@ -95,35 +115,29 @@ def test_whole_gets_that_stalled_now_and_then_decide_nothing() -> None:
 
 def test_a_codec_pays_where_threads_decode_side_by_side() -> None:
     rates = rates_of(1, {}, {EXACT: 1.19})
-    choice, hand, decoding = choice_of(rates, blocks=48), rates.medium._seconds, rates.decoding[EXACT.number]
+    choice, hand = choice_of(rates, blocks=48), rates.medium._seconds
     assert isinstance(hand, Hand)
     for _ in range(RUNS):
-        with decoding.work(BLOCK_BYTES):
-            hand.now_s += BLOCK_BYTES / (0.83 * GB)
+        decode(rates, EXACT, hand, 0.83)
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None, "one thread is slower than the medium"
     for _ in range(RUNS):
-        with decoding.work(BLOCK_BYTES), decoding.work(BLOCK_BYTES):
-            hand.now_s += BLOCK_BYTES / (0.83 * GB)
-    assert decoding.bytes_per_s == pytest.approx(1.66 * GB)
-    assert decoding.bytes_per_s_alone == pytest.approx(0.83 * GB)
+        decode(rates, EXACT, hand, 0.83, threads=2)
+    assert rates.decoding[EXACT.number].bytes_per_s == pytest.approx(1.66 * GB)
+    assert rates.decoding_core[EXACT.number].bytes_per_s == pytest.approx(0.83 * GB)
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
     assert choice_of(rates, blocks=1).choose(BLOCK_BYTES, takes_lossy=False) is None, "one thread decodes a block"
 
 
-def test_a_block_among_others_of_another_form_says_neither_what_threads_nor_what_gets_reach() -> None:
+def test_a_block_among_others_of_another_form_says_what_decoding_costs_and_not_what_gets_reach() -> None:
     rates = rates_of(1, {}, {EXACT: 1.5})
     choice, hand = choice_of(rates), rates.medium._seconds
     assert isinstance(hand, Hand)
-    decoding, coded, plain = rates.decoding[EXACT.number], rates.served[EXACT.number], rates.served[0]
+    coded, plain = rates.served[EXACT.number], rates.served[0]
     for _ in range(FEWEST_RUNS):
-        with decoding.work(BLOCK_BYTES), decoding.work(BLOCK_BYTES):
-            hand.now_s += BLOCK_BYTES / (2.4 * GB) * 2
+        decode(rates, EXACT, hand, 1.2, threads=2)
     for _ in range(RUNS - 2 * FEWEST_RUNS):
         with plain.work(BLOCK_BYTES), plain.work(BLOCK_BYTES), plain.work(BLOCK_BYTES), coded.work(BLOCK_BYTES):
-            hand.now_s += BLOCK_BYTES / (0.9 * GB) * 4
-            with decoding.work(BLOCK_BYTES):
-                hand.now_s += BLOCK_BYTES / (0.8 * GB)
-    assert decoding.bytes_per_s == pytest.approx(2.4 * GB)
+            hand.now_s += BLOCK_BYTES / (0.9 * GB) * 4  # the block waited for the others, on no core
     assert coded.recent_bytes_per_s < plain.recent_bytes_per_s / 2
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
 
@@ -136,12 +150,32 @@ def test_a_codec_that_reads_decode_slower_than_measurements_is_judged_by_reads()
     rates = rates_of(3, {EXACT: 20}, {EXACT: 1.96})
     choice, hand = choice_of(rates), rates.medium._seconds
     assert isinstance(hand, Hand) and choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
-    for _ in range(FEWEST_RUNS):
-        with rates.decoding_of_reads[EXACT.number].work(BLOCK_BYTES):
-            hand.now_s += BLOCK_BYTES / (1.5 * GB)
+    read(rates, EXACT.number, hand, 1.5)
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None
     hand.now_s += 61
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "cores may be idle again"
+
+
+def test_reads_that_keep_the_cores_busy_without_a_codec_gain_nothing_by_one() -> None:
+    rates = rates_of(3, {EXACT: 20}, {EXACT: 1.96})
+    choice, hand = choice_of(rates, blocks=48), rates.medium._seconds
+    assert isinstance(hand, Hand) and choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+    read(rates, 0, hand, 3.0)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None
+
+
+def test_waiting_is_no_work_of_a_core() -> None:
+    passed, worked = Hand(), Hand()
+    rate = CoreRate(passed, worked)
+    for number in range(FEWEST_RUNS):
+        assert rate.bytes_per_s == 0
+        began = rate.begin()
+        passed.now_s += number  # for the interpreter, or a core
+        worked.now_s += 1
+        rate.end(began, 1000)
+    assert rate.bytes_per_s == rate.recent_bytes_per_s == 1000 and rate.total_s == sum(range(FEWEST_RUNS))
+    passed.now_s += 61
+    assert rate.bytes_per_s == 1000 and rate.recent_bytes_per_s == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +203,8 @@ def test_what_is_chosen_is_never_slower_than_no_codec() -> None:
         medium, decoding = (float(10 ** chosen.uniform(-1.5, 1.5)) for _ in range(2))
         ratio, blocks = float(chosen.uniform(0.9, 3)), float(chosen.integers(1, 64))
         choice = choice_of(rates_of(medium, {EXACT: decoding}, {EXACT: ratio}), blocks)
-        coded_s = read_s(blocks, BLOCK_BYTES, ratio, medium * GB, decoding * GB)
+        reading_s, decoding_s = BLOCK_BYTES / ratio / (medium * GB), BLOCK_BYTES / (decoding * GB)
+        coded_s = read_s(blocks, reading_s, decoding_s, decoding_s)
         if choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT:
             assert coded_s <= blocks * BLOCK_BYTES / (medium * GB)
 
@@ -273,4 +308,4 @@ def test_a_codec_is_measured_on_all_threads_that_read(monkeypatch: pytest.Monkey
     rates = CodecRates()
     rates.threads = 4
     Measured(Meets(9, is_lossy=False), rates).measure()
-    assert rates.decoding[9].bytes_per_s > rates.decoding[9].bytes_per_s_alone > 0
+    assert rates.decoding[9].runs_at_a_time > 1.5 and rates.decoding[9].bytes_per_s > 0

@@ -15,6 +15,7 @@ from kvstore_tiers.testing.faulty import Fault
 from kvstored.store.endurance.budget import COMMIT_BYTES
 from kvstored.store.transfer.gate import Refusal
 from kvstored.store.transfer.lane import Priority
+from kvstored.store.transfer.mover import LaneTransfer
 from tests.reference.small_store import FAR_S, SmallStore, small_store
 
 
@@ -195,3 +196,25 @@ def test_a_caller_who_comes_when_a_write_has_just_failed_gets_its_end(tmp_path: 
             assert await small.writeback.write_through(row, at_once=True), "asked again later, it is written"
 
     over_nvme(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("priority", [Priority.DEMAND, Priority.PREFETCH])
+def test_the_more_blocks_are_before_it_the_longer_a_transfer_may_be(tmp_path: Path, priority: Priority) -> None:
+    transfers: list[int] = []
+
+    def trace(lane: str, of: Priority, nbytes: int, transfer: LaneTransfer) -> LaneTransfer:
+        transfers.append(transfer.blocks)
+        return transfer
+
+    async def scenario() -> None:
+        async with small_store(tmp_path, "host.capacity=16MiB", "movement.in_flight=8") as small:
+            numbers = range(10, 34)
+            rows = [await small.store_in(small.residency.durable, each, payload_bytes=300_000) for each in numbers]
+            small.store.mover.trace = trace
+            async with asyncio.timeout(FAR_S):
+                assert all(await asyncio.gather(*small.store.promoter.promote_run(rows, priority)))
+            assert all(small.residency.has(row, small.mapped) for row in rows)
+
+    asyncio.run(scenario())
+    is_demand = priority is Priority.DEMAND
+    assert transfers == ([1] * 8 + [2, 2, 3, 3, 4, 2] if is_demand else [1] * 24)

@@ -148,7 +148,7 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
         return Outcome(OutcomeKind.CORRUPT, message=f"what codec {codec.name} gives back is not the payload")
     if len(own) > 1:
         scatter(whole.address, nbytes, own)
-    return Outcome(OutcomeKind.DONE, replace(header, coded=None), nbytes)
+    return Outcome(OutcomeKind.DONE, header.without_codec(), nbytes)
 
 
 def view(address: int, nbytes: int) -> memoryview:

@@ -62,12 +62,16 @@ class Measured(Codec):
                 return
         self._rates.guess_ratio(self.number, payload.nbytes, encoded.nbytes)
 
+        together, core = self._rates.decoding[self.number], self._rates.decoding_core[self.number]
+
         def decode(number: int) -> None:
             back = np.empty_like(payload)
             for _ in range(ROUNDS):
-                with self._rates.decoding[self.number].work(payload.nbytes):
+                with together.work(payload.nbytes):
+                    began = core.begin()
                     self.decode(target[: encoded.nbytes], back.data)
                     checksum_at(back.ctypes.data, back.nbytes)  # as a read does
+                    core.end(began, payload.nbytes)
 
         threads = min(self._rates.threads, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, f"measure-{self.name}") as side_by_side:

@@ -223,11 +223,20 @@ class SlotTransfers:
         return sealed
 
     def _read_payload(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        codec = place.slab.stored(place.slot_index)[1] & ~SEALED
-        with self._rates.served[codec].work(total_bytes(segments)):
+        codec, nbytes = place.slab.stored(place.slot_index)[1] & ~SEALED, total_bytes(segments)
+        served, core, done_bytes = self._rates.served[codec], self._rates.read_core[0], 0
+        began = served.begin()
+        try:
             if codec:
-                return self._read_coded(place, expect_key, segments)
-            return self._read_verified(place, expect_key, segments)
+                outcome = self._read_coded(place, expect_key, segments)
+            else:
+                core_began = core.begin()
+                outcome = self._read_verified(place, expect_key, segments)
+                core.end(core_began, nbytes if outcome.ok else 0)
+            done_bytes = nbytes if outcome.ok else 0
+            return outcome
+        finally:
+            served.end(began, done_bytes)
 
     def _read_coded(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         nbytes, codec = place.slab.stored(place.slot_index)
@@ -235,10 +244,11 @@ class SlotTransfers:
             outcome = self._read_verified(place, expect_key, [pages])
             if outcome.header is None or not outcome.ok or outcome.header.coded is None:
                 return outcome
-            header, number = outcome.header, codec & ~SEALED
-            done = header.payload_bytes
-            with self._rates.decoding[number].work(done), self._rates.decoding_of_reads[number].work(done):
-                return decode_image(header, pages.part(0, header.stored_bytes), segments)
+            header, core = outcome.header, self._rates.read_core[codec & ~SEALED]
+            began = core.begin()
+            outcome = decode_image(header, pages.part(0, header.stored_bytes), segments)
+            core.end(began, header.payload_bytes if outcome.ok else 0)
+            return outcome
 
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         """Read what is stored, of any codec."""

@@ -1,12 +1,12 @@
 """The choice of a codec for each block of a tier whose setting is "auto", by break-even.
 
 A get reads blocks one behind the other, and blocks are decoded, by several threads, while the next ones are read. So a
-codec pays when reading fewer bytes and decoding them, the slower of both for each block and the other once, takes less
-time than reading the payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time
-to time, and by the blocks that pass, of all threads together. A core that other work takes makes a codec slower, and so
-counts; where whole reads of both forms were measured lately, they alone decide. What a codec makes of a model's blocks
-only those can tell: one block of each size is a trial. The module decides; `staging.py` does the work. Invariant:
-without a measured rate of the medium no codec is chosen for its gain.
+codec pays when reading fewer bytes and working on them, the slower of both for each block and the other once, takes
+less time than reading the payload. The rate of the medium is measured by the reads. The work is the processor time of a
+plain read, and of decoding, over the cores that decoding gets when it is measured, at the start and from time to time:
+a core that other work takes makes a codec slower. Where whole reads of both forms were measured lately, they alone
+decide. What a codec makes of a model's blocks only those can tell: one block of each size is a trial. The module
+decides; `staging.py` does the work. Invariant: without a measured rate of the medium no codec is chosen for its gain.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kvstore_tiers.codec_rates import SIDE_BY_SIDE, CodecRates, SteadyRate
+from kvstore_tiers.codec_rates import CodecRates, SteadyRate
 from kvstore_tiers.codecs import CODECS, Codec, codec_named
 
 AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
 WORTHWHILE = 1.04  # less gain is within what measuring misses
-IDLE_SHARE = 2 / 3  # of the cores for decoding, while gets read, copy and check
+IDLE_SHARE = 2 / 3  # of the cores, while gets are answered
+SIDE_BY_SIDE = 1.5  # runs at a time, from which a run was not alone
 MEASURE_AGAIN_S, TRY_AGAIN_S = 10.0, 60.0
 
 
@@ -29,17 +30,10 @@ def auto_codecs() -> list[Codec]:
     return [codec for codec in found if codec is not None and not codec.lacks()]
 
 
-def read_s(
-    blocks: float, block_bytes: int, ratio: float, medium: float, decoding: float = math.inf, alone: float = 0.0
-) -> float:
-    """Return the seconds that a get of `blocks` takes from a medium of `medium` bytes a second, of payloads that are
-    stored `ratio` times smaller and decoded at `decoding` bytes a second by all threads, at `alone` by each of them."""
-    reading_s, decoding_s, one_s = (
-        block_bytes / ratio / medium,
-        block_bytes / decoding,
-        block_bytes / (alone or decoding),
-    )
-    return max(blocks * reading_s, reading_s + (blocks - 1) * decoding_s) + one_s
+def read_s(blocks: float, reading_s: float, work_s: float = 0.0, alone_s: float = 0.0) -> float:
+    """Return the seconds that a get of `blocks` takes, each of which occupies the medium for `reading_s`, all threads
+    together for `work_s`, and one thread alone for `alone_s`."""
+    return max(blocks * reading_s, reading_s + (blocks - 1) * work_s) + alone_s
 
 
 def _are_alike(first: SteadyRate, second: SteadyRate) -> bool:
@@ -98,21 +92,26 @@ class CodecChoice:
         if coded and plain and _are_alike(*served):
             return coded / plain
         medium, ratio = self._rates.medium.bytes_per_s, self._rates.ratio(codec.number)
-        together, alone = self._decoding(codec.number)
-        if not medium or not together or not payload_bytes:
+        cores = self._cores(codec.number)
+        if not medium or not cores or not payload_bytes:
             return 0.0
-        blocks = max(1.0, self._blocks_a_get(payload_bytes))
-        as_it_is = blocks * payload_bytes / medium
-        return as_it_is / read_s(blocks, payload_bytes, ratio, medium, together, alone)
+        blocks, reading_s = max(1.0, self._blocks_a_get(payload_bytes)), payload_bytes / medium
+        plain_core_s = payload_bytes * self._core_s(self._rates.read_core[0].bytes_per_s)
+        measured, read = self._rates.decoding_core[codec.number], self._rates.read_core[codec.number]
+        decoding_core_s = payload_bytes * self._core_s(read.recent_bytes_per_s or measured.bytes_per_s)
+        coded_core_s = plain_core_s + decoding_core_s
+        as_it_is = read_s(blocks, reading_s, plain_core_s / cores, plain_core_s)
+        return as_it_is / read_s(blocks, reading_s / ratio, coded_core_s / cores, coded_core_s)
 
-    def _decoding(self, number: int) -> tuple[float, float]:
-        """Return the bytes a second at which reads decode the codec `number`: on all threads, and on each."""
-        known, read = self._rates.decoding[number], self._rates.decoding_of_reads[number]
-        together, alone = known.bytes_per_s * IDLE_SHARE, known.bytes_per_s_alone * IDLE_SHARE
-        if alone and read.recent_bytes_per_s:  # a measurement decodes the same bytes again, and does nothing else
-            slower = min(1.0, read.bytes_per_s_alone / known.bytes_per_s_alone)
-            return together * slower, alone * slower
-        return together, alone
+    def _core_s(self, bytes_per_s: float) -> float:
+        """Return the seconds a byte of a core that does other work too; 0 where the rate is not known."""
+        return 1 / bytes_per_s / IDLE_SHARE if bytes_per_s else 0.0
+
+    def _cores(self, number: int) -> float:
+        """Return how many cores threads got that decoded side by side; 0 while that is not known. Time for which they
+        waited for something else than a core counts as one that they did not get."""
+        one = self._rates.decoding_core[number].bytes_per_s
+        return self._rates.decoding[number].bytes_per_s / one if one else 0.0
 
     def measure_again(self) -> None:
         """Begin to measure codecs whose last measurement is old."""

@@ -1,7 +1,7 @@
 """Moves carry blocks along a link from one tier to another, each block once however many callers ask.
 
 A block is pinned, a slot is found, the copy is attached as FILLING, the transfer waits in the lane; then the copy is
-published, or its slot is freed. Small blocks that begin together are one transfer. Promotion, demotion, write-back,
+published, or its slot is freed. Blocks that begin together can be one transfer. Promotion, demotion, write-back,
 sharing and straight reads decide which block moves, when, and what follows: each of them gives a coroutine that awaits
 `copied` and judges the outcome. When the destination has a codec, the block gets its coded form before it gets a slot
 (`staging.py`). Invariants: a block is pinned from `add` until `end`. A block has one move of a kind at a time. A slot
@@ -28,6 +28,7 @@ from kvstored.store.transfer.staging import StagedImage
 
 log = logging.getLogger(__name__)
 RUN_BYTES, RUN_BLOCKS = 256 << 10, 64  # of one transfer: a thread takes some milliseconds, then others have their turn
+LONG_RUN_BYTES = 6 << 20  # of one that a request waits for, behind others
 
 
 class Unmoved(Enum):
@@ -115,14 +116,20 @@ class _Run(Generic[Kind]):
 
 
 def _runs(moves: Sequence[Kind], slots: Sequence[Slot]) -> Iterator[tuple[list[Kind], list[Slot]]]:
-    """Divide the moves that have `slots` into runs of neighbours for one transfer each."""
+    """Divide the moves that have `slots` into runs of neighbours for one transfer each. What a request waits for is in
+    longer runs the more is before it: its first blocks come soon, and the others cost less."""
     first, nbytes = 0, 0
     for at, slot in enumerate(slots):
         nbytes += slot.nbytes
         link = moves[at].link
         like = (link, moves[at].priority, moves[at].tenant)
         is_next = link.takes_runs and like == (moves[first].link, moves[first].priority, moves[first].tenant)
-        if at > first and not (is_next and nbytes <= RUN_BYTES and at - first < RUN_BLOCKS):
+        is_short = nbytes <= RUN_BYTES or (
+            moves[at].priority is Priority.DEMAND
+            and nbytes <= LONG_RUN_BYTES
+            and at - first < 2 * first // link.lane.settings.max_in_flight
+        )
+        if at > first and not (is_next and is_short and at - first < RUN_BLOCKS):
             yield list(moves[first:at]), list(slots[first:at])
             first, nbytes = at, slot.nbytes
     if slots:
