@@ -156,12 +156,14 @@ def test_a_codec_that_reads_decode_slower_than_measurements_is_judged_by_reads()
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "cores may be idle again"
 
 
-def test_reads_that_keep_the_cores_busy_without_a_codec_gain_nothing_by_one() -> None:
-    rates = rates_of(3, {EXACT: 20}, {EXACT: 1.96})
+def test_reads_that_keep_the_cores_busy_without_a_codec_gain_by_a_quick_one_alone() -> None:
+    rates = rates_of(3, {EXACT: 5}, {EXACT: 1.96})
     choice, hand = choice_of(rates, blocks=48), rates.medium._seconds
     assert isinstance(hand, Hand) and choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
     read(rates, 0, hand, 3.0)
     assert choice.choose(BLOCK_BYTES, takes_lossy=False) is None
+    read(rates, EXACT.number, hand, 20)
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT, "fewer bytes are read and checked"
 
 
 def test_waiting_is_no_work_of_a_core() -> None:

@@ -99,7 +99,7 @@ class CodecChoice:
         plain_core_s = payload_bytes * self._core_s(self._rates.read_core[0].bytes_per_s)
         measured, read = self._rates.decoding_core[codec.number], self._rates.read_core[codec.number]
         decoding_core_s = payload_bytes * self._core_s(read.recent_bytes_per_s or measured.bytes_per_s)
-        coded_core_s = plain_core_s + decoding_core_s
+        coded_core_s = plain_core_s / ratio + decoding_core_s  # fewer bytes are read and checked
         as_it_is = read_s(blocks, reading_s, plain_core_s / cores, plain_core_s)
         return as_it_is / read_s(blocks, reading_s / ratio, coded_core_s / cores, coded_core_s)
 
