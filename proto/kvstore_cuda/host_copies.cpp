@@ -19,6 +19,7 @@ constexpr uint64_t P64_1 = 0x9E3779B185EBCA87U, P64_2 = 0xC2B2AE3D27D4EB4FU, P64
 constexpr uint64_t P64_4 = 0x85EBCA77C2B2AE63U, P64_5 = 0x27D4EB2F165667C5U, MIX = 0x165667919E3779F9U;
 constexpr size_t STRIPE = 64, STRIPES_A_BLOCK = 16, SECRET = 192, HEADER = 4096;
 constexpr size_t RECORD = 256, RECORD_WORDS = 32, DIGESTED = 248;  // kvstore_tiers/nvme/layout.py
+constexpr size_t SUMS = 8;                     // words of a hash under way; one more counts the stripes
 constexpr size_t A_LINE = 8;                   // records whose words fill one line of the cache in each column
 constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
 constexpr size_t PAST_CACHES = 128 * 1024;     // payloads from this size on
@@ -92,10 +93,10 @@ inline uint64_t ended(Sums sums, const uint8_t* last_stripe, size_t nbytes, cons
 
 enum class Store { NONE, CACHED, PAST };
 
+// `first` is the number of stripes that were hashed into `sums` before.
 template <Store STORE, bool HASH>
-Sums stripes(uint8_t* target, const uint8_t* source, size_t count) {
-    Sums sums = begun();
-    for (size_t at = 0; at < count; ++at, source += STRIPE, target += STRIPE) {
+Sums stripes(uint8_t* target, const uint8_t* source, size_t count, Sums sums = begun(), size_t first = 0) {
+    for (size_t at = first; at < first + count; ++at, source += STRIPE, target += STRIPE) {
         if (STORE == Store::PAST) _mm_prefetch(reinterpret_cast<const char*>(source) + AHEAD, _MM_HINT_NTA);
         __m256i low = loaded(source), high = loaded(source + 32);
         asm volatile("" : "+x"(low), "+x"(high));  // in registers from here on: the source is not read again
@@ -170,6 +171,30 @@ extern "C" {
 // Copies `nbytes` (over 240) from `source` to `target`, and returns the hash of what is there.
 uint64_t kv_copy_and_hash(uint8_t* target, const uint8_t* source, size_t nbytes) {
     return copied_and_hashed(target, source, nbytes);
+}
+
+// Begins a hash of bytes that come in pieces.
+void kv_hash_begin(uint64_t* hash) {
+    const Sums sums = begun();
+    memcpy(hash, &sums, sizeof sums);
+    hash[SUMS] = 0;
+}
+
+// Copies the next piece of such bytes, whole stripes, past the caches where `target` begins a vector. The last piece of
+// them, of more bytes in all than one stripe, ends the hash: it is returned then.
+uint64_t kv_hash_more(uint64_t* hash, uint8_t* target, const uint8_t* source, uint64_t nbytes, uint64_t is_last) {
+    Sums sums;
+    memcpy(&sums, hash, sizeof sums);
+    const size_t count = nbytes / STRIPE - is_last;
+    const bool is_past = reinterpret_cast<uintptr_t>(target) % 32 == 0;
+    sums = is_past ? stripes<Store::PAST, true>(target, source, count, sums, hash[SUMS])
+                   : stripes<Store::CACHED, true>(target, source, count, sums, hash[SUMS]);
+    hash[SUMS] += count;
+    memcpy(hash, &sums, sizeof sums);
+    if (!is_last) return 0;
+    memcpy(target + count * STRIPE, source + count * STRIPE, STRIPE);
+    _mm_sfence();
+    return ended(sums, source + count * STRIPE, (hash[SUMS] + 1) * STRIPE);
 }
 
 // Copies `nbytes`, past the caches where they are many.

@@ -107,7 +107,7 @@ class SteadyRate:
     @property
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
-        return _steady([share for share, _ in tuple(self._pace)], self._fewest)
+        return _reached([share for share, _ in tuple(self._pace)], self._fewest, 3 / 4)
 
     @property
     def recent_bytes_per_s(self) -> float:
@@ -122,9 +122,9 @@ class SteadyRate:
 
 
 class CoreRate:
-    """The rate at which one core handles bytes, as three of four of the last runs needed it; not known before
-    `FEWEST_RUNS` of them. `total_s` is the time of all runs, with all waiting. `core_seconds` returns the processor
-    time of the calling thread, `seconds` the time."""
+    """The rate at which one core handles bytes, in the median of the last runs; not known before `FEWEST_RUNS` of
+    them. `total_s` is the time of all runs, with all waiting. `core_seconds` returns the processor time of the calling
+    thread, `seconds` the time."""
 
     def __init__(
         self, seconds: Callable[[], float] = time.monotonic, core_seconds: Callable[[], float] = time.thread_time
@@ -147,7 +147,7 @@ class CoreRate:
     @property
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
-        return _steady(self._pace.copy(), FEWEST_RUNS)
+        return _reached(self._pace.copy(), FEWEST_RUNS, 1 / 2)
 
     @property
     def recent_bytes_per_s(self) -> float:
@@ -155,10 +155,12 @@ class CoreRate:
         return self.bytes_per_s if self._seconds() - self._since_s <= RECENT_S else 0.0
 
 
-def _steady(pace: Iterable[float], fewest: int) -> float:
-    """Return the rate that three of four runs reached, whose seconds a byte are `pace`; 0 of fewer than `fewest`."""
+def _reached(pace: Iterable[float], fewest: int, part: float) -> float:
+    """Return the rate that a `part` of the runs reached, whose seconds a byte are `pace`; 0 of fewer than `fewest`."""
     known = sorted(pace)
-    return 1 / known[len(known) * 3 // 4] if len(known) >= fewest and known[len(known) * 3 // 4] > 0 else 0.0
+    if len(known) < fewest or not (slowest := known[int(len(known) * part)]):
+        return 0.0
+    return 1 / slowest
 
 
 class CodecRates:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_cuda.native_build import AVX2, build_library
+from kvstore_proto.arena import payload_checksum
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import Codec, Encoded, Undecodable, codec_named, context, native
 from kvstore_tiers.codecs.context import ContextCodec
@@ -96,6 +97,9 @@ def _both_ways(codec: Codec, block: Block) -> tuple[Encoded, bytes, bytes]:
     stored, back = bytes(target[: encoded.nbytes]), np.zeros_like(payload)
     if stored:
         codec.decode(memoryview(stored), back.data)
+        hashed = np.ones_like(payload)
+        assert codec.decode_and_hash(memoryview(stored), hashed.data) == payload_checksum(back)
+        assert np.array_equal(hashed, back)
     return encoded, stored, back.tobytes()
 
 

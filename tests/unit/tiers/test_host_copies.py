@@ -54,6 +54,23 @@ def test_a_copy_and_its_hash(nbytes: int, shift: int, seed: int) -> None:
         assert not around[:offset].any() and not around[offset + nbytes :].any(), "nothing beside it is written"
 
 
+@given(stripes=st.lists(st.integers(1, 40), min_size=1, max_size=5), shift=st.sampled_from([0, 8, 32]))
+def test_a_hash_of_bytes_that_come_in_pieces(library: ct.CDLL, stripes: list[int], shift: int) -> None:
+    stripes[-1] += HASHED_MIN_BYTES // 64 + 1
+    ends = np.cumsum(stripes) * 64
+    source = np.random.default_rng(ends).integers(0, 256, int(ends[-1]), np.uint8)
+    around, hashed, words, begin = np.zeros(source.nbytes + 128, np.uint8), 0, (ct.c_uint64 * 9)(), 0
+    target = around[shift : shift + source.nbytes]
+    library.kv_hash_begin(words)
+    for end in ends.tolist():
+        hashed = library.kv_hash_more(
+            words, target[begin:].ctypes.data, source[begin:].ctypes.data, end - begin, begin < end == source.nbytes
+        )
+        begin = end
+    assert hashed == xxhash.xxh3_64_intdigest(source.data) and np.array_equal(target, source)
+    assert not around[:shift].any() and not around[shift + source.nbytes :].any(), "nothing beside it is written"
+
+
 def test_a_copy_refuses_what_does_not_fit(library: ct.CDLL) -> None:
     with pytest.raises(ValueError, match="broadcast"):
         copy_array(np.zeros(PAST_CACHES_BYTES, np.uint8), np.zeros(PAST_CACHES_BYTES + 1, np.uint8))

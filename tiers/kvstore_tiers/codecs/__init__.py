@@ -89,6 +89,13 @@ class Codec(ABC):
         alone. Raises Undecodable for bytes that `encode` does not write, and for a form of another length; NotReadable
         for a form that another build may read."""
 
+    def decode_and_hash(self, stored: memoryview, payload: memoryview) -> int:
+        """Do what `decode` does, and return the xxh3_64 of the bytes that `payload` got."""
+        from kvstore_proto.arena import payload_checksum
+
+        self.decode(stored, payload)
+        return payload_checksum(payload)
+
     def layers(self, stored: memoryview) -> int:
         """Return into how many layers of one size `stored` can be decoded alone; 1 for a form without layers. Raises as
         `decode` does."""

@@ -128,10 +128,7 @@ class LayeredCodec(Codec):
         return Encoded(len(written) + coded.common_bytes + sum(coded.lengths), coded.error)
 
     def decode(self, stored: memoryview, payload: memoryview) -> None:
-        frame = self.read(stored)
-        if frame.shape.nbytes != len(payload):
-            raise Undecodable(f"it holds {frame.shape.nbytes} bytes, not {len(payload)}")
-        layers = np.frombuffer(payload, np.uint8).reshape(frame.shape.layers, frame.shape.layer_bytes)
+        frame, layers = self._begin(stored, payload)
         self._decode(frame, stored, range(frame.shape.layers), layers)
 
     def layers(self, stored: memoryview) -> int:
@@ -173,6 +170,13 @@ class LayeredCodec(Codec):
     def judge_form(self, form: int) -> str:
         """Return why layers of the version `form` cannot be decoded here; "" if they can."""
         return "" if form == self.form else f"version {form} of its layers, this code reads {self.form}"
+
+    def _begin(self, stored: memoryview, payload: memoryview) -> tuple[Frame, Bytes]:
+        """Return the head of the frame `stored`, and `payload` as an array [layer, byte]."""
+        frame = self.read(stored)
+        if frame.shape.nbytes != len(payload):
+            raise Undecodable(f"it holds {frame.shape.nbytes} bytes, not {len(payload)}")
+        return frame, np.frombuffer(payload, np.uint8).reshape(frame.shape.layers, frame.shape.layer_bytes)
 
     def _decode(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
         if not any(frame.are_as_they_are):

@@ -137,14 +137,14 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
     own = list(clipped(segments, nbytes))
     whole = own[0] if len(own) == 1 else AlignedBuffer(nbytes).segment(nbytes)
     try:
-        codec.decode(view(stored.address, header.stored_bytes), view(whole.address, nbytes))
+        checksum = codec.decode_and_hash(view(stored.address, header.stored_bytes), view(whole.address, nbytes))
     except NotReadable as error:
         return Outcome(OutcomeKind.UNREADABLE, message=f"codec {codec.name} cannot read its bytes here: {error}")
     except Undecodable as error:
         return Outcome(OutcomeKind.CORRUPT, message=f"codec {codec.name} cannot read its bytes: {error}")
     except Exception as error:  # of a library, or a lack of memory, which may pass: the bytes may be as they were put
         return Outcome(OutcomeKind.FAILED, message=f"codec {codec.name} failed: {type(error).__name__}: {error}")
-    if checksum_at(whole.address, nbytes) != header.checksum:
+    if checksum != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message=f"what codec {codec.name} gives back is not the payload")
     if len(own) > 1:
         scatter(whole.address, nbytes, own)

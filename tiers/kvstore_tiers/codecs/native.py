@@ -52,7 +52,7 @@ def _declared(found: ct.CDLL) -> ct.CDLL:
     size, place = ct.c_int64, ct.c_void_p
     found.kv_quantise.restype = found.kv_dequantise.restype = size
     found.kv_quantise.argtypes = [place, size, place, size, size, size, place, size, ct.c_double, place, place]
-    found.kv_dequantise.argtypes = [place, size, place, size, size, place, size]
+    found.kv_dequantise.argtypes = [place, size, place, size, size, place, size, place, place]
     found.kv_context_encode.restype = found.kv_context_decode.restype = size
     found.kv_context_encode.argtypes = [
         size,

@@ -15,6 +15,7 @@ the same bytes.
 
 from __future__ import annotations
 
+import ctypes as ct
 import math
 from functools import lru_cache
 from itertools import pairwise
@@ -23,16 +24,19 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_cuda.host_copies import address_of
+from kvstore_cuda.host_copies import HASHED_MIN_BYTES, address_of
+from kvstore_cuda.host_copies import native as host_copies
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import CodingError, Undecodable
 from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
 from kvstore_tiers.codecs.native import library
 from kvstore_tiers.codecs.quantised_arrays import dequantise, quantise
 from kvstore_tiers.codecs.shapes import ALL_BITS, K, PayloadShape, Tensor, V
+from kvstore_tiers.segments import PIECE_BYTES
 
 TYPES: Final = {NUMBER_TYPES["f16"]: 1, NUMBER_TYPES["bf16"]: 2, NUMBER_TYPES["f32"]: 3}
 MOST_ERROR: Final = {8: 0.03, 4: 0.2}  # by bits: the part of its RMS that a layer may lose
+_HASH: Final = ct.c_uint64 * 9  # of the compiled code, while it is under way
 Bits = tuple[int, ...]  # of each tensor of a layer: 8, 4 or ALL_BITS
 Floats = npt.NDArray[np.float64]
 
@@ -109,23 +113,46 @@ class QuantisedCodec(LayeredCodec):
             coded = np.frombuffer(stored, np.uint8, places[1] - places[0], places[0])
             _decode(bits, frame.shape, coded, layers[run.start : run.stop])
 
+    def decode_and_hash(self, stored: memoryview, payload: memoryview) -> int:
+        frame, layers = self._begin(stored, payload)
+        bits, coded = self._uniform(frame.shape), np.frombuffer(stored, np.uint8)[frame.places[0] :]
+        is_plain = frame.common_at == frame.places[0] and not any(frame.are_as_they_are)
+        checksum = _decode(bits, frame.shape, coded, layers, hashes=True) if is_plain else None
+        return super().decode_and_hash(stored, payload) if checksum is None else checksum
+
     def _uniform(self, shape: PayloadShape) -> Bits:
         return (self.bits,) * len(shape.tensors)
 
 
-def _decode(bits: Bits, shape: PayloadShape, coded: Bytes, layers: Bytes) -> None:
-    """Fill `layers`, whose tensors have kept `bits`."""
+def _decode(bits: Bits, shape: PayloadShape, coded: Bytes, layers: Bytes, *, hashes: bool = False) -> int | None:
+    """Fill `layers`, whose tensors have kept `bits`. With `hashes` return the xxh3_64 of all, or None, with nothing
+    done, where compiled code does not give it."""
     plan, native, count = plan_of(bits, shape), library(), len(layers)
+    hashing = host_copies.get() if hashes else None
     assert plan is not None
     if coded.nbytes != plan.coded_bytes * count:
         raise Undecodable(f"{coded.nbytes} bytes are not {count} layers of {plan.coded_bytes}")
+    if hashes and (native is None or hashing is None or not _hashed_bytes(shape.layer_bytes)):
+        return None
     if native is None:
         dequantise(bits, shape, coded.reshape(count, plan.coded_bytes), layers)
-    elif native.kv_dequantise(
+        return None
+    more, words = None, _HASH()
+    if hashing is not None:
+        more = ct.cast(hashing.kv_hash_more, ct.c_void_p)
+        hashing.kv_hash_begin(words)
+    if native.kv_dequantise(
         plan.address, len(shape.tensors), address_of(coded), count, plan.coded_bytes, address_of(layers),
-        shape.layer_bytes,
+        shape.layer_bytes, more, words,
     ):  # fmt: skip
         raise MemoryError("no memory to decode")
+    return words[0] if hashing is not None else None
+
+
+def _hashed_bytes(layer_bytes: int) -> bool:
+    """Return whether layers of `layer_bytes` are hashed in a cache of one core: whole stripes of xxh3, more than its
+    short forms are for."""
+    return layer_bytes % 64 == 0 and HASHED_MIN_BYTES <= layer_bytes <= PIECE_BYTES // 2
 
 
 class Run(NamedTuple):

@@ -108,11 +108,12 @@ class CodecContract(ABC):
         room = AlignedBuffer(payload_bytes + 1)
         marked = view_at(room.address, payload_bytes + 1)
         marked[payload_bytes] = 0xA5
-        try:
-            codec.decode(memoryview(spoilt), view(room.address, payload_bytes))
-        except (Undecodable, NotReadable) as error:
-            assert str(error), "an operator is told in what way"
-        assert marked[payload_bytes] == 0xA5
+        for decode in (codec.decode, codec.decode_and_hash):
+            try:
+                decode(memoryview(spoilt), view(room.address, payload_bytes))
+            except (Undecodable, NotReadable) as error:
+                assert str(error), "an operator is told in what way"
+            assert marked[payload_bytes] == 0xA5
 
     def _stored(
         self, codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadShape | None
@@ -129,6 +130,9 @@ class CodecContract(ABC):
     def _decoded(self, codec: Codec, stored: bytes, payload_bytes: int) -> Bytes:
         back = np.full(payload_bytes, 0x5A, np.uint8)
         codec.decode(memoryview(stored), back.data)
+        hashed = np.full(payload_bytes, 0xA5, np.uint8)
+        assert codec.decode_and_hash(memoryview(stored), hashed.data) == payload_checksum(back)
+        assert np.array_equal(hashed, back)
         return back
 
     # In tiers
@@ -200,7 +204,8 @@ class CodecContract(ABC):
         self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, f"codec {UNKNOWN}, which this kvstored does not have")
 
     def test_a_codec_that_fails_for_now_is_no_damage(self, tmp_path: Path) -> None:
-        failing = mock.Mock(decode=mock.Mock(side_effect=MemoryError("no memory for now")))
+        lacking = MemoryError("no memory for now")
+        failing = mock.Mock(decode=mock.Mock(side_effect=lacking), decode_and_hash=mock.Mock(side_effect=lacking))
         with mock.patch.object(images, "codec_numbered", lambda _: failing):
             self._refused(tmp_path, lambda *_: None, OutcomeKind.FAILED, "no memory for now")
 

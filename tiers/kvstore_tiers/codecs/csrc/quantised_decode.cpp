@@ -153,19 +153,26 @@ void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t
 
 }  // namespace
 
-// Decode one layer of the right length. Returns -1 when there is no memory.
+// Copies the next piece of a payload and hashes it; returns the hash of all at the last one (host_copies.cpp).
+typedef uint64_t (*More)(uint64_t* hash, uint8_t* target, const uint8_t* source, uint64_t nbytes, uint64_t is_last);
+
+// Decode layers of the right length. With `more`, each layer is decoded in a cache, copied from there and hashed into
+// `hash`, whose first word gets the hash of the payload. Returns -1 when there is no memory.
 extern "C" int64_t kv_dequantise(const Tensor* tensors, int64_t count, const uint8_t* coded, int64_t layers,
-                                 int64_t coded_bytes, uint8_t* payload, int64_t layer_bytes) {
-  const int64_t widest = widest_of(tensors, count);
-  uint8_t* small = (uint8_t*)malloc(widest + 2 * widest * 4 + 64);
+                                 int64_t coded_bytes, uint8_t* payload, int64_t layer_bytes, More more, uint64_t* hash) {
+  const int64_t widest = widest_of(tensors, count), small_bytes = (widest + 63) / 64 * 64;
+  const int64_t rows_bytes = (2 * widest * 4 + 191) / 64 * 64;
+  uint8_t* small = (uint8_t*)aligned_alloc(64, small_bytes + rows_bytes + (more ? (layer_bytes + 63) / 64 * 64 : 0));
   if (!small) return -1;
-  const bool is_large = layers * layer_bytes >= kLarge;
-  float* rows = (float*)(small + (widest + 63) / 64 * 64);
+  const bool is_large = !more && layers * layer_bytes >= kLarge;
+  float* rows = (float*)(small + small_bytes);
+  uint8_t* room = small + small_bytes + rows_bytes;
   for (int64_t number = 0; number < layers; number++, payload += layer_bytes, coded += coded_bytes) {
     const uint8_t* from = coded;
+    uint8_t* layer = more ? room : payload;
     for (int64_t at = 0; at < count; at++) {
       const Tensor t = merged(tensors[at]);
-      uint8_t* to = payload + t.offset;
+      uint8_t* to = layer + t.offset;
       if (t.bits == 0) {
         copy_back(t, from, to);
       } else if (t.bits == 8) {
@@ -174,6 +181,10 @@ extern "C" int64_t kv_dequantise(const Tensor* tensors, int64_t count, const uin
         decode_any<4>(t, from, to, small, rows, is_large);
       }
       from += coded_bytes_of(t);
+    }
+    if (more) {
+      const uint64_t hashed = more(hash, payload, room, layer_bytes, number == layers - 1);
+      if (number == layers - 1) hash[0] = hashed;
     }
   }
   fence();
