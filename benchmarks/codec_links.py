@@ -29,12 +29,15 @@ import numpy as np
 from support.report import AT_LEAST, AT_MOST, Row, main, progress
 
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_tiers.base import Slot
 from kvstore_tiers.codecs import codec_named
 from kvstore_tiers.codecs.images import view
 from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.nvme.slot_io import SlotIO
-from kvstore_tiers.segments import AlignedBuffer, checksum_at
+from kvstore_tiers.outcomes import RunCompletion
+from kvstore_tiers.segments import AlignedBuffer, Segment, checksum_at
+from kvstore_tiers.testing.faulty import FaultyTier
 from kvstore_tiers.testing.kv_blocks import kv_block, kv_shape
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.operations.durability import DurabilityMode
@@ -106,6 +109,15 @@ def throttled(bytes_per_s: float) -> Iterator[None]:
         yield
     finally:
         SlotIO.read_image = read  # type: ignore[method-assign]
+
+
+class Sound(FaultyTier):
+    """A tier that has no faults, and takes runs of blocks whole, as in a daemon."""
+
+    def move_out_run(
+        self, slots: Sequence[Slot], destinations: Sequence[Segment], keys: Sequence[bytes], done: RunCompletion
+    ) -> None:
+        self.inner.move_out_run(slots, destinations, keys, done)
 
 
 class Payloads:
@@ -194,6 +206,7 @@ async def reader(case: Case, shape: PayloadShape, *settings: str) -> AsyncIterat
     payloads = [kv_block(number, shape)[1] for number in range(8)]  # a store measures codecs as it opens
     with (
         mock.patch.object(module, "make_residency", with_shape),
+        mock.patch.object(module, "FaultyTier", Sound),
         tempfile.TemporaryDirectory(dir=_in_memory()) as directory,
     ):
         chosen = (*SETTINGS, *settings)
