@@ -18,7 +18,7 @@ from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
 from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
 
 log = logging.getLogger(__name__)
-ROUNDS = 8
+ROUNDS, PATIENCE_S = 8, 10.0
 _LAYERS, _TOKENS, _HEADS, _WIDTH = 16, 64, 4, 64  # so large that the work on numbers counts, not the calls
 _one_by_one = threading.Lock()
 
@@ -66,16 +66,18 @@ class Measured(Codec):
         self._rates.guess_ratio(self.number, payload.nbytes, encoded.nbytes)
 
         together, core = self._rates.decoding[self.number], self._rates.decoding_core[self.number]
+        threads = min(self._rates.threads, len(os.sched_getaffinity(0)))
+        all_there = threading.Barrier(threads)
 
         def decode(number: int) -> None:
-            back = np.empty_like(payload)
+            back = np.ones_like(payload)  # touched: a read fills memory that was used before
+            all_there.wait(PATIENCE_S)
             for _ in range(ROUNDS):
                 with together.work(payload.nbytes):
                     began = core.begin()
                     self.decode_and_hash(target[: encoded.nbytes], back.data)  # as a read does
                     core.end(began, payload.nbytes)
 
-        threads = min(self._rates.threads, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, f"measure-{self.name}") as side_by_side:
             list(side_by_side.map(decode, range(threads)))
 

@@ -19,7 +19,7 @@ from kvstore_tiers.codecs import CODECS, Codec, codec_named
 
 AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
 WORTHWHILE = 1.04  # less gain is within what measuring misses
-IDLE_SHARE = 2 / 3  # of the cores, while gets are answered
+IDLE_SHARE = 3 / 4  # of the cores, while gets are answered
 SIDE_BY_SIDE = 1.5  # runs at a time, from which a run was not alone
 MEASURE_AGAIN_S, TRY_AGAIN_S = 10.0, 60.0
 
