@@ -155,7 +155,7 @@ def _frame_round(rng: np.random.Generator, blocks: list[Stored], figures: Figure
         stored, back = memoryview(frame.tobytes()), np.zeros_like(block.payload)
         try:
             if rng.random() < 0.5:
-                block.codec.decode(stored, back.data)
+                block.codec.decode_and_hash(stored, back.data)  # as a tier does
             else:
                 layers = block.codec.layers(stored)
                 block.codec.decode_layer(stored, int(rng.integers(layers)), back[: back.nbytes // layers].data)
