@@ -139,7 +139,7 @@ def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     (again,) = quarantined(daemon)
     assert (again.key, again.reason) == (slot.key, slot.reason), "it survives a crash"
     code, output = kvctl(daemon, "quarantine", "release", "77:4096")
-    assert code == 1 and output["error"].startswith("release quarantine: 77:4096 is not in quarantine")
+    assert code == 1 and output["error"].startswith("77:4096 is not in quarantine")
     assert len(quarantined(daemon)) == 1
     assert kvctl(daemon, "quarantine", "release", f"{slot.slab}:{slot.offset}")[1]["released"] == 1
     assert quarantined(daemon) == [] and daemon.tiers()["nvme"].used_by["quarantine"] == 0
