@@ -23,7 +23,7 @@
     168     8     xxh3_64 of the stored bytes
     176     8     expiry, seconds since the epoch in the low 32 bits, and priority, signed, in the next 8; 0: none
     184     68    seal of an encrypted block, on NVMe alone
-    252     4     reserved, zero
+    252     4     reserved, zero.
     256     3840  token ids, little-endian int32, up to 960
     4096          stored bytes, then padding to a multiple of 4096
 

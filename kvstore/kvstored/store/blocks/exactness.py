@@ -14,7 +14,7 @@ from struct import Struct
 from typing import Any
 
 from kvstored.store.blocks.rows import RowColumns, TierCopies
-from kvstored.tier_set import MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
+from kvstored.tier_set import MEMBERS, NO_TIERS, TIER_SETS, TierSet
 
 _FLOAT32, _BITS = Struct("<f"), Struct("<I")
 
@@ -54,11 +54,11 @@ class Exactness:
         """Return the tiers with a readable copy whose payload is not what was put."""
         if not self.has_lossy:
             return NO_TIERS
-        lossy = 0
+        lossy = NO_TIERS
         for tier in MEMBERS[self._rows.mask[row]]:
             if (errors := self._copies[tier].optional.used.get("error")) is not None and errors[row]:
-                lossy |= ONLY[tier]
-        return TIER_SETS[lossy]
+                lossy = lossy.with_tier(tier)
+        return lossy
 
     def best_tiers(self, row: int) -> TierSet:
         """Return the tiers with exact copies; where there is none, the tiers with lossy ones."""
