@@ -90,8 +90,9 @@ class StartupError(Exception):
 
 class Daemon:
     """The daemon of one node, with all its parts. `on_shutdown` is called when an operator asks it to stop, and `read`
-    reads the configuration again. With `new_secret`, stored blocks whose keys cannot be made from the secret are
-    dropped. With `discard_old`, files that an older version wrote and this one cannot read are removed."""
+    reads the configuration again. `state` talks to the process with the saved state. With `new_secret`, stored blocks
+    whose keys cannot be made from the secret are dropped. With `discard_old`, files that an older version wrote and
+    this one cannot read are removed."""
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Daemon:
         clock: Clock,
         on_shutdown: Callable[[], None],
         read: Callable[[], Config],
+        state: StateProcess,
         early_scan: EarlyRecordScan | None = None,
         *,
         new_secret: bool = False,
@@ -110,6 +112,7 @@ class Daemon:
         self._clock = clock
         self._on_shutdown = on_shutdown
         self._read = read
+        self._state = state
         self._early_scan = early_scan
         self._new_secret = new_secret
         self._discard_old = discard_old
@@ -128,7 +131,8 @@ class Daemon:
 
     async def _start(self) -> None:
         config, stack, phase = self.config, self._stack, self._phase
-        places = config.daemon
+        places, state = config.daemon, self._state
+        stack.push_async_callback(state.close)  # where the lock is another's
         self._fresh = FreshDirectories(places.socket_dir, places.state_dir, config.nvme.path)
         prepare_directory(places.socket_dir, places.socket_group)
         make_state_dir(places.state_dir)
@@ -136,8 +140,7 @@ class Daemon:
         if self._discard_old and config.nvme.enabled and discard_older(config.nvme.path):
             log.warning("--discard-old: removed the slabs in %s, which an older version wrote", config.nvme.path)
         leave_old_files(places.state_dir, discard=self._discard_old)
-        state = StateProcess(places.state_dir, __version__, self._clock)
-        stack.push_async_callback(state.close)
+        stack.push_async_callback(state.close)  # else before the lock is released
         early_scan, self._early_scan = self._early_scan, None
         self._storage = open_storage(
             config, self._clock, self.memory, phase, stack, state, early_scan, new_secret=self._new_secret

@@ -1,19 +1,18 @@
-"""The daemon's process: its limits and priority, the signals that stop it, and its exit status."""
+"""The daemon's process: the signals that stop it, and its exit status."""
 
 from __future__ import annotations
 
 import asyncio
-import resource
 import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstored.clock import SystemClock
+from kvstored.clock import Clock
 from kvstored.config import Config
 from kvstored.daemon import Daemon
-from kvstored.process import raise_descriptor_limit, set_priority
+from kvstored.state.process import StateProcess
 
 # No thread of ours computes for long with the GIL held, so a short interval wins nothing and costs the control thread
 # the GIL in the middle of a request: with 0.5 ms lookups beside two clients at full load took half as long again.
@@ -22,7 +21,9 @@ SWITCH_INTERVAL_S = 0.005
 
 def run_daemon(
     config: Config,
+    clock: Clock,
     read: Callable[[], Config],
+    state: StateProcess,
     early_scan: EarlyRecordScan | None = None,
     *,
     new_secret: bool = False,
@@ -30,14 +31,12 @@ def run_daemon(
 ) -> int:
     """Run the daemon until SIGTERM, SIGINT or a shutdown request, and return the exit status.
 
-    `read` reads the configuration again. `early_scan` is a scan of the NVMe directory that has begun, or None. With
-    `new_secret`, stored blocks whose keys cannot be made from the secret are dropped. With `discard_old`, files that an
-    older version wrote and this one cannot read are removed. Raises StartupError and ConfigError."""
+    `read` reads the configuration again. `state` talks to the process with the saved state. `early_scan` is a scan of
+    the NVMe directory that has begun, or None. With `new_secret`, stored blocks whose keys cannot be made from the
+    secret are dropped. With `discard_old`, files that an older version wrote and this one cannot read are removed.
+    Raises StartupError and ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
-    raise_descriptor_limit()
-    set_priority(config.daemon.nice)
-    make = partial(Daemon, config, SystemClock(), read=read, early_scan=early_scan)
+    make = partial(Daemon, config, clock, read=read, state=state, early_scan=early_scan)
     return asyncio.run(_serve(partial(make, new_secret=new_secret, discard_old=discard_old)))
 
 

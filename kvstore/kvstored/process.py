@@ -17,6 +17,15 @@ _ALL_IDS = 2**32 - 1  # -1 is no id
 _DEFAULT_OVERFLOW = 65534
 
 
+def set_limits(nice: int) -> None:
+    """Set the limits of this process and its later children: no core dumps, since memory has token ids in it, as many
+    descriptors as allowed, and the priority `nice`.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    raise_descriptor_limit()
+    set_priority(nice)
+
+
 def raise_descriptor_limit() -> None:
     """Raise this process's limit of open descriptors as far as allowed, since each client takes a few."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -7,9 +7,6 @@ from importlib import import_module
 
 from kvstore_console.command_line import Parser, parse, run_program
 from kvstored import __version__
-from kvstored.cli.check import add_check
-from kvstored.cli.configure import add_config
-from kvstored.cli.inspect import add_inspect
 from kvstored.cli.serve import add_serve
 from kvstored.exits import EXIT_DAMAGE, EXIT_FAILED, EXIT_HANGS, EXIT_OK, EXIT_USAGE
 
@@ -48,6 +45,10 @@ def _parser(argv: list[str]) -> Parser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog=parser.prog)
     add_serve(commands)
     if argv[:1] != ["serve"]:
+        from kvstored.cli.check import add_check
+        from kvstored.cli.configure import add_config
+        from kvstored.cli.inspect import add_inspect
+
         for add in (add_check, add_inspect, add_config):
             add(commands)
         import_module(_SIMULATOR).add_commands(commands)  # it stands above the daemon, which must not import it

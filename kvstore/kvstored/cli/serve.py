@@ -79,7 +79,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     set_up_logging(config.daemon.log_level)
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
+    from kvstored import __version__
+    from kvstored.clock import SystemClock
+    from kvstored.process import set_limits
+    from kvstored.state.process import StateProcess
 
+    set_limits(config.daemon.nice)
+    clock = SystemClock()
+    state = StateProcess(config.daemon.state_dir, __version__, clock)
+    state.start()  # it loads its modules meanwhile, and opens nothing yet
     ahead = EarlyRecordScan.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
     try:
         from kvstored.daemon import StartupError
@@ -89,7 +97,9 @@ def _serve(arguments: argparse.Namespace) -> int:
             return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
-            return run_daemon(config, read, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old)
+            return run_daemon(
+                config, clock, read, state, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old
+            )
         except StartupError as error:
             return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable

@@ -7,7 +7,6 @@ half-written renewal changes nothing.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +89,8 @@ def read_credentials(config: UnarySection) -> Credentials:
     the certificate do not belong together, which gRPC would only report when a client connects.
     """
     assert config.tls_cert is not None and config.tls_key is not None
+    import ssl  # only where it is asked for
+
     named = f"unary.tls_cert {config.tls_cert} and unary.tls_key {config.tls_key}"
     try:
         read = _contents(config)

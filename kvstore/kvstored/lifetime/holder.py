@@ -1,7 +1,7 @@
 """The holder: a small process that keeps the descriptors of a daemon's memory while there is no daemon.
 
-`python -m kvstored.lifetime.holder --listen FD --path SOCKET`; the daemon starts it and hands it a listening
-SOCK_SEQPACKET socket of mode 0600. As a service of its own (`--stay --path SOCKET`,
+`python -m kvstored.lifetime.holder --listen FD --file ID --path SOCKET`; the daemon starts it and hands it a listening
+SOCK_SEQPACKET socket of mode 0600, and says which file is its own. As a service of its own (`--stay --path SOCKET`,
 deploy/systemd/kvstored-holder.service) it makes the socket itself and holds on until it is stopped, so that it outlives
 the daemon's unit. A packet is an operation
 letter and a name, with the descriptor where there is one:
@@ -45,13 +45,16 @@ MAX_DESCRIPTORS = 65_536
 
 class Holder:
     """The main loop of the process that keeps descriptors of the daemon's memory while there is no daemon. It is
-    reached at `listener`, whose socket file is `path`. With `stays` it is a service, and does not end by itself."""
+    reached at `listener`, whose socket file is `path`, with the device and inode `file`. With `stays` it is a service,
+    and does not end by itself."""
 
-    def __init__(self, listener: socket.socket, path: str, *, stays: bool = False) -> None:
+    def __init__(
+        self, listener: socket.socket, path: str, file: tuple[int, ...] | None, *, stays: bool = False
+    ) -> None:
         self._listener = listener
         self._path = path
         self._stays = stays
-        self._inode = file_identity(path)
+        self._file = file
         self._held: dict[bytes, int] = {}
         self._connections: dict[socket.socket, bool] = {}  # oldest first; whether it has said something
         self._selector = selectors.DefaultSelector()
@@ -90,7 +93,7 @@ class Holder:
         return not self._held or alone_s >= self._linger_s or not self._can_be_found()
 
     def _can_be_found(self) -> bool:
-        return self._inode is not None and file_identity(self._path) == self._inode
+        return self._file is not None and file_identity(self._path) == self._file
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -210,11 +213,12 @@ def main(arguments: list[str] | None = None) -> int:
         "where host.warm_restart says so. With --stay it is a service: kvstored-holder.service.",
     )
     parser.add_argument("--listen", type=int, metavar="FD", help="an inherited listening socket")
+    parser.add_argument("--file", metavar="ID", help="device and inode of its file, as DEVICE:INODE")
     parser.add_argument("--path", required=True, metavar="SOCKET", help="the file of that socket")
     parser.add_argument("--stay", action="store_true", help="make the socket, and hold on until SIGTERM")
     chosen = parser.parse_args(arguments)
-    if chosen.stay == (chosen.listen is not None):
-        parser.error("give --listen FD or --stay")
+    if chosen.stay == (chosen.listen is not None) or chosen.stay == (chosen.file is not None):
+        parser.error("give --listen FD and --file ID, or --stay")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the daemon, which will send Q
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_descriptor_limit()  # a descriptor over the limit would vanish unseen
@@ -225,7 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with listener:
-        holder = Holder(listener, chosen.path, stays=chosen.stay)
+        file = file_identity(chosen.path) if chosen.stay else tuple(map(int, chosen.file.split(":")))
+        holder = Holder(listener, chosen.path, file, stays=chosen.stay)
         notify("READY=1")
         try:
             holder.run()

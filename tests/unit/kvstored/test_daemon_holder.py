@@ -64,6 +64,14 @@ def stopped(place: Path) -> Iterator[int]:
         os.kill(pid, signal.SIGCONT)
 
 
+def late_python(place: Path) -> str:
+    """Return a program that becomes this Python when the file `go` is there."""
+    program = place / "late-python"
+    program.write_text(f'#!/bin/sh\nwhile [ ! -e {place}/go ]; do sleep 0.01; done\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
+
+
 def has_ended(pid: int) -> bool:
     try:
         return not Path(f"/proc/{pid}/cmdline").read_bytes()  # no parent has reaped it yet
@@ -159,6 +167,36 @@ def test_at_the_end_it_waits_for_what_is_on_its_way(place: Path, holder: Process
     assert sorted(holder.settle()) == sorted(late) and holder.unkept == 0
     os.close(descriptor)
     assert len(contents(place)) == 600
+
+
+def test_a_new_one_is_not_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new one has nothing to give, and keeps what it is sent before it runs."""
+    monkeypatch.setattr(holders, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(sys, "executable", late_python(place))
+    holder = ProcessHolder(place, 60.0)
+    assert holder.fetch() == {} and not caplog.records
+    descriptor = memory(b"early")
+    assert holder.keep("a1", descriptor)
+    os.close(descriptor)
+    (place / "go").touch()
+    assert contents(place) == {"a1": b"early"} and not holder.lost
+    holder.close(forget=True)
+
+
+def test_a_late_one_does_not_take_anothers_file_for_its_own(
+    place: Path, holder: ProcessHolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvh-") as elsewhere:
+        monkeypatch.setattr(sys, "executable", late_python(Path(elsewhere)))
+        late = ProcessHolder(Path(elsewhere), 60.0)
+        late.close(forget=False)
+        os.unlink(Path(elsewhere) / "holder.sock")
+        (Path(elsewhere) / "holder.sock").touch()
+        (Path(elsewhere) / "go").touch()
+        assert eventually(lambda: holder_pid(Path(elsewhere)) == 0)
+        assert (Path(elsewhere) / "holder.sock").exists()
 
 
 def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from kvstored.lifetime.notify import (
     wait_for_manager,
 )
 from kvstored.lifetime.warm.descriptor_holder import DescriptorHolder, HolderError
+from kvstored.process import file_identity
 
 log = logging.getLogger(__name__)
 HOLDER_SERVICE = "KVSTORED_HOLDER"  # in the environment: the socket of kvstored-holder.service
@@ -97,6 +98,8 @@ class ProcessHolder(DescriptorHolder):
 
     def fetch(self) -> dict[str, int]:
         found: dict[str, int] = {}
+        if self._process is not None:
+            return found  # it is new, and loads its modules still
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
         try:
             self._socket.send(b"L")
@@ -199,10 +202,12 @@ class ProcessHolder(DescriptorHolder):
             listener.bind(self._near_path())
             os.chmod(self._near_path(), 0o600)
             listener.listen(BACKLOG)
+            # Read here: when it has loaded its modules, the file may be another holder's.
+            device, inode = file_identity(self._near_path()) or (0, 0)
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-m", "kvstored.lifetime.holder", "--listen", str(listener.fileno()),
-                    "--path", self._path,
+                    "--file", f"{device}:{inode}", "--path", self._path,
                 ],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
                 env=variables_of_children(), pass_fds=[listener.fileno()], start_new_session=True,

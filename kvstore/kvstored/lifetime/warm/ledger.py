@@ -347,5 +347,5 @@ def _boot_id() -> bytes:
 
 def _free_rows(start: int, row_bytes: int, rows: int, taken: Iterable[int]) -> array[int]:
     """Return the offsets of the rows that are not taken, the lowest last, so that few pages are touched."""
-    out = set(taken)
-    return array("I", (at for at in range(start + (rows - 1) * row_bytes, start - 1, -row_bytes) if at not in out))
+    every, out = range(start + (rows - 1) * row_bytes, start - 1, -row_bytes), set(taken)
+    return array("I", [at for at in every if at not in out] if out else every)
