@@ -19,9 +19,11 @@ import grpc
 import kvstore_client
 from kvstore_client import Session
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+from kvstored import __version__
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.config import load_config
 from kvstored.daemon import Daemon
+from kvstored.state.process import StateProcess
 from tests.reference.conversations import model
 from tests.reference.running_daemon import MIB, PATIENCE_S, SMALL, eventually
 
@@ -37,9 +39,11 @@ class ClockedDaemon:
         self._config = load_config(None, [*SMALL, *places, *settings])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="clocked daemon", daemon=True)
-        self.daemon = Daemon(self._config, self.clock, lambda: None, lambda: self._config)
+        self._state = StateProcess(self._config.daemon.state_dir, __version__, self.clock)
+        self.daemon = Daemon(self._config, self.clock, lambda: None, lambda: self._config, self._state)
 
     def start(self) -> None:
+        self._state.start()
         self._thread.start()
         self._wait(self.daemon.start())
 
