@@ -19,7 +19,7 @@ from kvstore_client.call import Call, Late
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
-from kvstore_client.put_part import SEND_EVERY_S, PutPart, SlotRun, StoreMessage
+from kvstore_client.put_part import PutPart, SlotRun, StoreMessage
 from kvstore_client.receipt import THROTTLED, PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import ClientStaging, Use
@@ -27,7 +27,7 @@ from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_proto.lookup_index import ABSENT, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-SHORT_MESSAGES = 4  # then twice SEND_EVERY_S: of 64 blocks of 4 MiB a tenth of the time
+SMALL_RUN_BYTES = 8 << 20  # more is written for one message only if half of the staging memory stays free for the next
 ROOM_WAIT_S = 0.05  # before asking again whether the daemon is still there
 MIN_RETRY_S = 0.001
 THROTTLED_RETRY_S = 0.01
@@ -131,7 +131,6 @@ class StagedPut(PutPart):
 
     _staging: ClientStaging
     _pending: PendingOutcomes = field(default_factory=PendingOutcomes, init=False)
-    _messages: int = field(default=0, init=False)  # sent so far
     _is_starved: bool = field(default=False, init=False)
 
     def run(self) -> None:
@@ -143,8 +142,7 @@ class StagedPut(PutPart):
             return
         try:
             while self._todo or self._sent:
-                if self._todo and self._write(SEND_EVERY_S * (1 if self._messages < SHORT_MESSAGES else 2)):
-                    self._messages += 1
+                if self._todo and self._write():
                     self._unsent.loan = self._staging.loan
                     self._send()
                 elif self._sent:
@@ -156,7 +154,8 @@ class StagedPut(PutPart):
 
     def _take_run(self, most: int) -> SlotRun | None:
         size = self._slot_bytes
-        extent = self._staging.take(size, most)
+        run_bytes = max(SMALL_RUN_BYTES, len(self._staging.memory) // 2)
+        extent = self._staging.take(size, min(most, max(run_bytes // size, 1)))
         if extent is None:
             return None
         page = extent.offset // ALIGNMENT_BYTES + 1

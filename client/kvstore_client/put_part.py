@@ -3,8 +3,9 @@ answers into the receipt.
 
 The module owns the pipeline: the blocks that are still to write, and the messages that were sent and are not answered,
 oldest first. The subclasses own the memory for the bytes: staging memory (`put`), or slots of the daemon (`in_place`).
-Blocks that are written within a millisecond go in one message, because each message costs the daemon about 0.3 ms.
-Blocks that take longer are sent in several messages, so that the daemon copies while the client writes. Blocks that the
+Blocks that are written within a millisecond, or are 24 MiB together, go in one message, because each message costs the
+daemon about as much time as copying 8 MiB. Other blocks are sent in several messages, so that the daemon copies while
+the client writes. Blocks that the
 lookup index shows are not written: only their keys are sent, and the daemon answers whether it wants them after all.
 """
 
@@ -85,7 +86,7 @@ class PutPart(ABC):
     _unsent: StoreMessage = field(default_factory=StoreMessage, init=False)
     _sent: deque[StoreMessage] = field(default_factory=deque, init=False)
 
-    run_bytes: ClassVar = 8 * 2**20
+    run_bytes: ClassVar = 24 * 2**20
     last_bytes: ClassVar = 0
 
     def __post_init__(self) -> None:
@@ -94,10 +95,10 @@ class PutPart(ABC):
 
     # Writing
 
-    def _write(self, send_every_s: float = SEND_EVERY_S) -> bool:
+    def _write(self) -> bool:
         """Fill the next message while there is room and time. Return False when the message has no block."""
         self._collect_answered()
-        message, sent_at = self._unsent, self._clock() + send_every_s
+        message, sent_at = self._unsent, self._clock() + SEND_EVERY_S
         last = max(1, self.last_bytes // self._slot_bytes) if self.last_bytes else 0
         with PayloadWriter(self._order.payload_bytes) as writer:
             while self._todo and len(message.blocks) < self._daemon.max_keys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar
 
 Ended = TypeVar("Ended")
@@ -29,12 +30,13 @@ class CompletionQueue:
         """Return a function that any thread may call once, with one argument. The event loop then calls `handler` with
         that argument."""
         self.outstanding += 1
+        loop_thread = get_ident()
 
         def post(outcome: Ended) -> None:
             self._ready.append((handler, outcome))
             if not self._woken:  # a race wakes the loop twice at worst, never not at all: see _drain
                 self._woken = True
-                self._wake()
+                self._wake(on_loop=get_ident() == loop_thread)
 
         return post
 
@@ -56,9 +58,10 @@ class CompletionQueue:
             raise
         return ended
 
-    def _wake(self) -> None:
+    def _wake(self, *, on_loop: bool) -> None:
+        call_soon = self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe  # two system calls
         try:
-            self._loop.call_soon_threadsafe(self._drain)
+            call_soon(self._drain)
         except RuntimeError:
             return  # the loop is closed: the daemon is past caring
 
@@ -71,7 +74,7 @@ class CompletionQueue:
                 handler(outcome)
         finally:
             if self._ready:  # a handler raised: that is its own end, not that of those behind it
-                self._wake()
+                self._wake(on_loop=True)
             if not self.outstanding:
                 self._idle.set()
 

@@ -143,9 +143,10 @@ class LeaseTable:
         self._due[lease.lease_id] = lease
         self._of_session.setdefault(session_id, set()).add(lease.lease_id)
         self._counted[session_id] += not lease.continues
+        readers = self._readers
         for slot in slots:
-            place = (slot.container, slot.offset)
-            self._readers[place] = self._readers.get(place, 0) + 1
+            place = slot[:2]
+            readers[place] = readers.get(place, 0) + 1
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
@@ -241,12 +242,13 @@ class LeaseTable:
         del expired[lease.lease_id]
         if not expired:
             del self._expired[lease.session_id]
+        readers, limbo = self._readers, self._limbo
         for slot in lease.slots:
-            place = (slot.container, slot.offset)
-            self._readers[place] -= 1
-            if self._readers[place] == 0:
-                del self._readers[place]
-                waiting = self._limbo.pop(place, None)
-                if waiting is not None:
-                    self._limbo_bytes[waiting[1]] -= slot.nbytes
-                    self._free_slot(waiting[0])
+            place = slot[:2]
+            if left := readers[place] - 1:
+                readers[place] = left
+                continue
+            del readers[place]
+            if limbo and (waiting := limbo.pop(place, None)) is not None:
+                self._limbo_bytes[waiting[1]] -= slot.nbytes
+                self._free_slot(waiting[0])

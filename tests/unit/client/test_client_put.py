@@ -164,6 +164,20 @@ def test_who_never_gets_done_with_a_block_is_not_waited_for_long(daemon: FakeDae
     assert staging_of(session).used_bytes() == 0
 
 
+def test_a_message_leaves_half_of_the_staging_memory_for_the_next(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the client writes while the daemon copies, as long as a message is not a small one."""
+    monkeypatch.setattr("kvstore_client.put_part.SEND_EVERY_S", -1.0)  # each run is sent
+    daemon.knobs.staging_limit_bytes = 4 * SLOT
+    with daemon.connect(FINGERPRINT) as session:
+        session.put(TOKENS, payloads=PAYLOADS)
+        monkeypatch.setattr("kvstore_client.put.SMALL_RUN_BYTES", SLOT)
+        session.put(TOKENS[::-1], payloads=PAYLOADS)
+    assert len(daemon.stores[0].pages) == 4
+    assert [len(store.pages) for store in daemon.stores[-BLOCKS // 2 :]] == [2] * (BLOCKS // 2)
+
+
 def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:
     daemon.knobs.staging_limit_bytes = 3 * SLOT + 4096
     with daemon.connect(FINGERPRINT) as session:

@@ -132,3 +132,14 @@ def test_a_last_copy_is_not_detached_with_a_run() -> None:
             shelf.residency.detach_run(run, 0)
     assert all(shelf.residency.has(row, 0) for row in rows), "none has gone"
     assert check(shelf.residency) == []
+
+
+def test_unpinning_a_run_names_only_the_block_that_no_other_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf()
+    policy = create("lru", shelf.residency, 0)
+    rows, released = shelf.chain(*range(4)), list[int]()
+    shelf.residency.pin_run(rows)
+    monkeypatch.setattr(policy, "released", released.append)
+    shelf.residency.unpin_run([shelf.residency.token(row) for row in rows])
+    assert released == rows[-1:], "a child keeps each of the others"
+    assert check(shelf.residency) == []

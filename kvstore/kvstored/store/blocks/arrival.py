@@ -195,7 +195,7 @@ class Arrival:
         self._view.changes += 1
         elsewhere: list[tuple[int, int]] = []
         for row in run:
-            state[row] = advance(state[row], Step.PUBLISH)
+            state[row] = _STORED if state[row] == _FILLING else advance(state[row], Step.PUBLISH)
             if others := mask[row]:
                 elsewhere.append((row, others))
             else:

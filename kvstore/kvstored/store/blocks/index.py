@@ -128,14 +128,17 @@ class UseCounts:
         self._unpin(self._view.rows.still_there(tokens))
 
     def _unpin(self, rows: Sequence[int]) -> None:
-        pins, mask, release = self._view.pins, self._view.rows.mask, self._listeners.release
+        view, by_tier = self._view, self._listeners.by_tier
+        pins, mask, copies, kind, window = view.pins, view.rows.mask, view.copies, view.rows.kind, view.kind_window
         for row in rows:
             left = pins.get(row, 0) - 1
             if left > 0:
                 pins[row] = left
             elif left == 0:
                 del pins[row]
-                release(row, mask[row])
+                for tier in MEMBERS[mask[row]]:
+                    if not copies[tier].kids[row] or window[kind[row]]:  # else a child keeps it
+                        by_tier[tier].released(row)
             else:
                 raise RuntimeError(f"row {row} unpinned more often than pinned")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -154,12 +156,13 @@ class ResidencyView:
 
     def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
         """Return the slot of each row's copy in `tier`. Raises RuntimeError if a row has no copy there."""
-        copies = self.copies[tier]
-        state, container, offset = copies.state, copies.container, copies.offset
-        nbytes, generation = copies.nbytes, copies.generation
-        if not all(state[row] for row in rows):
+        if len(rows) < 2:  # an itemgetter of one row returns no tuple
+            return [self.slot(row, tier) for row in rows]
+        copies, of_rows = self.copies[tier], itemgetter(*rows)
+        if not all(of_rows(copies.state)):
             raise RuntimeError(f"not all of {rows} have a copy in {self.tiers[tier]}")
-        return [_new_slot(Slot, (container[row], offset[row], nbytes[row], generation[row])) for row in rows]
+        columns = (copies.container, copies.offset, copies.nbytes, copies.generation)
+        return list(map(_new_slot, repeat(Slot), zip(*map(of_rows, columns), strict=True)))
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
         """Return whether another tenant has a copy in `tier`, in any state, of a block with the same key."""

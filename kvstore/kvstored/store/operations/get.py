@@ -252,11 +252,10 @@ class Gets:
         if asked.group == client.counted_group:
             self._counters.add("acquired_tokens", len(rows) * client.fingerprint.block_tokens)
         self._flows.found(client, len(rows))
+        leased_in = {mapped: len(rows) - promoted.total()} if sources else {mapped: len(rows)}
         if others:  # some may have been promoted past the mapped tier
             leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)
-        else:
-            leased_in = Counter({mapped: len(rows) - promoted.total()})
-        for position, blocks in (leased_in + promoted).items():
+        for position, blocks in (*leased_in.items(), *promoted.items()):
             self._flows.hit(position, blocks)
         return GrantedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import eq
 
 from kvstore_proto.identity import NO_EXTRA, NO_PARENT, chain
 from kvstore_proto.terms import Terms
@@ -13,7 +14,7 @@ from kvstore_tiers.host_transfers import ImageRun
 from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.records import NO_EXTRA_FIELD, Offer
+from kvstored.store.operations.records import NO_EXTRA_FIELD, NOWHERE, Offer
 
 
 @dataclass(slots=True)
@@ -69,6 +70,9 @@ class Intake:
         another, and have no row in `index`, the tenant's."""
         first, keys, parents, sizes = self.begun, self.keys, self.parents, self.payload_bytes
         may_have_row = not index.has_none_of(keys[first + 1 : end])
+        follow = parents[first + 1 : end] == keys[first : end - 1] and parents[first] not in keys[first + 1 : end]
+        if follow and not may_have_row and sizes[first:end].count(sizes[first]) == end - first:
+            return range(first, end)
         for at in range(first + 1, end):
             # The parent of the first may get a row meanwhile.
             is_next = parents[at] == keys[at - 1] and sizes[at] == sizes[first]
@@ -101,3 +105,10 @@ def leading_chain(offer: Offer) -> Sequence[bytes]:
     if list(parents[1:]) == list(keys[:-1]):
         return keys
     return keys[: next(at for at in range(1, len(keys)) if parents[at] != keys[at - 1])]
+
+
+def is_new_throughout(offer: Offer, rows: Sequence[int]) -> bool:
+    """Return whether each block of `offer` was written, has no row in `rows`, and is neither the root nor its own
+    parent."""
+    is_written = rows.count(-1) == len(rows) and NOWHERE not in offer.offsets
+    return is_written and NO_PARENT not in offer.keys and not any(map(eq, offer.keys, offer.parents))

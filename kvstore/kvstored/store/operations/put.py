@@ -29,7 +29,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.durability import DurabilityMode, Settling, answers_of, settle_present, with_terms
-from kvstored.store.operations.intake import Intake, Part, leading_chain
+from kvstored.store.operations.intake import Intake, Part, is_new_throughout, leading_chain
 from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
@@ -89,7 +89,12 @@ class Puts:
         if client.exact:
             rows, waiting = self._lossy.give_way(rows)
         being_written, make_way = self.being_written, self._retention.make_way if self._retention.has_expiries else None
-        for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
+        if make_way is None and not waiting and is_new_throughout(offer, rows):
+            named = set(zip(repeat(tenant), offer.keys))
+            if len(named) == len(rows) and being_written.isdisjoint(named):
+                being_written |= named
+                wanted = list(range(len(rows)))
+        for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True) if not wanted else ()):
             if position in waiting:
                 statuses[position] = StoreStatus.AGAIN
             elif row >= 0 and not self._needs_new_copy(row):
@@ -342,9 +347,10 @@ class Puts:
         rows = residency.rows.still_there(part.tokens)
         assert len(rows) == len(part.begun), "a block went away while it was being filled"
         lost = {at: outcome.message for at, outcome in zip(part.copying, outcomes, strict=True) if not outcome.ok}
+        stored = part.begun
         if lost or part.false:
             rows = self._without_lost(intake, part, rows, lost)
-        stored = [at for at in part.begun if at not in lost and at not in part.false]
+            stored = [at for at in part.begun if at not in lost and at not in part.false]
         published = dict(zip([intake.positions[at] for at in stored], rows, strict=True))  # rows by position
         for position in published:
             intake.statuses[position] = StoreStatus.STORED
