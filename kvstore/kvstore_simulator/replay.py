@@ -3,9 +3,9 @@
 The module drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that
 are resident (these are its hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
 A recorded get or put does what the daemon did: the get reports its missing blocks (or the put, if no get came first),
-and the put makes room block by block before it stores, unless the policy would rather keep the old blocks. Causal:
-nothing here but the clairvoyant knows of a later request. The module counts blocks; `worth` converts them to bytes and
-compute.
+and the put makes room before it stores, neighbours of a chain together, unless the policy would rather keep the old
+blocks. Causal: nothing here but the clairvoyant knows of a later request. The module counts blocks; `worth` converts
+them to bytes and compute.
 """
 
 from __future__ import annotations
@@ -237,26 +237,39 @@ class Replay:
         filling: list[int] = []
         for depth in range(present, len(keys)):
             parent = residency.find_any(tenant, keys[depth - 1]) if depth else -1
-            while residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
-                victim = policy.next_victim(now_ns, exclude=(parent,))
-                if victim < 0 or (
-                    isinstance(policy, Weighs) and policy.declines(tenant, keys[depth], depth, victim, now_ns)
-                ):
+            if residency.tier_blocks(TIER) >= self.settings.capacity_blocks:
+                end = depth + _PART_BLOCKS - (depth - present) % _PART_BLOCKS
+                refused = self._make_room(keys[depth:end], depth, tenant, parent, now_ns)
+                if refused is not None:
+                    for key in keys[depth:] if refused is Cause.DECLINED else ():
+                        residency.record_refusal(tenant, key, refused, now_ns)
+                        self._bypassed += 1
                     break
-                self._take(victim, Cause.EVICTED, now_ns)
-                self._evicted += 1
-            else:
-                filling.append(self._begin(keys, depth, tenant, now_ns))
-                continue
-            for key in keys[depth:] if victim >= 0 else ():
-                residency.record_refusal(tenant, key, Cause.DECLINED, now_ns)
-                self._bypassed += 1
-            break
+            filling.append(self._begin(keys, depth, tenant, now_ns))
         for row in filling:
             residency.publish(row, TIER, now_ns)
         self._stored += len(filling)
         for first in range(0, len(filling), _PART_BLOCKS):
             residency.touch_run(filling[first : first + _PART_BLOCKS], now_ns)
+
+    def _make_room(self, keys: list[bytes], depth: int, tenant: int, parent: int, now_ns: int) -> Cause | None:
+        """Evict for the new blocks `keys`, the first of which is at `depth` after the row `parent`, neighbours of a
+        chain together. Return None, or why the first one gets no room."""
+        policy, weighs = self.policy, self.policy if isinstance(self.policy, Weighs) else None
+        run = policy.next_victims(now_ns, len(keys))
+        for at, row in enumerate(run):
+            if row == parent or (weighs and weighs.declines(tenant, keys[at], depth + at, run[0], now_ns)):
+                run = run[:at]
+                break
+        if not run:
+            run = [policy.next_victim(now_ns, exclude=(parent,))]
+            if run[0] < 0:
+                return Cause.NO_ROOM
+            if weighs and weighs.declines(tenant, keys[0], depth, run[0], now_ns):
+                return Cause.DECLINED
+        self._slots += self.residency.remove_run(run, TIER, Cause.EVICTED, now_ns)
+        self._evicted += len(run)
+        return None
 
     def _begin(self, keys: list[bytes], depth: int, tenant: int, now_ns: int) -> int:
         """Return a new row that is being filled."""

@@ -270,8 +270,7 @@ class HazardTables:
         late = self._late[cells]
         self._late[cells] = 0.0
         at, bins = np.nonzero(late.any(axis=1))
-        through, returns = late[at, 0, bins], late[at, 1, bins]
-        cells = cells[at]
+        through, returns, cells = late[at, 0, bins], late[at, 1, bins], cells[at]
         estimate, either = self._estimates[cells, :, bins], through + returns
         self.evidence += through @ np.log1p(-estimate) + returns @ np.log(estimate)
         hints = self._hints[:, cells]
@@ -283,9 +282,10 @@ class HazardTables:
                 factors.happened(hints[number], bins, by_other, returns)
         places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
         counts = self._counts.reshape(-1)
-        np.add.at(counts, places, (either * self._gain)[:, None])
-        back = np.flatnonzero(returns)
-        np.add.at(counts, places[back] + BINS, (returns[back] * self._gain)[:, None])
+        each = places.shape[1]
+        np.add.at(counts, places.reshape(-1), np.repeat(either * self._gain, each))  # quick: one number for each place
+        back = returns != 0.0
+        np.add.at(counts, places[back].reshape(-1) + BINS, np.repeat(returns[back] * self._gain, each))
         return folded
 
     def renew(self, factor: float) -> None:
@@ -362,10 +362,10 @@ class HazardTables:
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
         """Return the rank (uses a second) of a chain of class `cells[i]` at age `ages_s[i]` in seconds, from `make`."""
         bins, share = places_of(ages_s)
-        found: Floats = self._ranks[cells, bins]
-        found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
-        found *= fading(ages_s)
-        return found
+        flat, places = self._ranks.reshape(-1), bins + cells * BINS
+        found: Floats = flat[places]
+        found += share * (flat[places + (share > 0.0)] - found)  # a share that is not 0 is not of the last bin
+        return found * fading(ages_s)
 
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
         """Return the chance of a return in each age bin, given none before, with a row for each of `cells`."""

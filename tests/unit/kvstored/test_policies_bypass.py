@@ -92,6 +92,24 @@ def test_who_ranks_no_chains_declines_nothing(policy: str) -> None:
     assert Replay(trace, ReplaySettings(policy, 60)).run().evicted["bypassed"] == 0
 
 
+@pytest.mark.parametrize("policy", ["lru", CHAIN_HAZARD])
+def test_a_recorded_put_makes_room_for_neighbours_together(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the daemon does."""
+    builder = TraceBuilder("puts", "made", 512)
+    for number in range(7):
+        builder.add(S * number, range(20 * number, 20 * number + 20), op=Op.PUT)
+    replay, together = Replay(builder.build(), ReplaySettings(policy, 60)), list[int]()
+    removed = replay.policy.removed
+
+    def counted(rows: Sequence[int]) -> None:
+        together.append(len(rows))
+        removed(rows)
+
+    monkeypatch.setattr(replay.policy, "removed", counted)
+    assert replay.run().evicted["evicted"] == 80
+    assert together == ([20] * 4 if policy == "lru" else [1, 19] * 4), "chain-hazard looks at the last one alone"
+
+
 def test_what_was_refused_is_remembered_and_counts_as_used_only_if_it_was_declined() -> None:
     shelf = Shelf()
     for cause, uses in ((Cause.DECLINED, 1), (Cause.NO_ROOM, 1), (Cause.OVER_QUOTA, 1), (Cause.DECLINED, 2)):

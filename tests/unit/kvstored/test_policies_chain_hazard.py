@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,7 @@ from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
-from kvstored.store.policies.base import PolicySettings
-from kvstored.store.policies.chain_hazard import _WAITING_MAX, ChainHazard
+from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains.eviction_order import _DRAW_US
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit, is_near_end
 from kvstored.store.policies.chains.guard import LruGuard
@@ -96,6 +95,31 @@ def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_evidence_it_is_lru() -> None:
     trace = mixed_trace(50)
     assert replayed(trace, 60)[1] == replayed(trace, 60, "lru")[1]
+
+
+def test_while_lru_decides_neighbours_leave_together() -> None:
+    """They leave in the order in which they would go one by one, and so does what is left once chains decide."""
+    orders: list[list[int]] = []
+    for at_once in (1, 20):
+        shelf, most = Shelf(), 0
+        policy = create(NAME, shelf.residency, 0)
+        assert isinstance(policy, ChainHazard)
+        policy.follower.learning = replace(policy.follower.learning, requests_min=1000)
+        for number in range(60):
+            shelf.now_ns += S
+            chat = number * number % 23
+            shelf.chain(*range(3), *range(100 * chat, 100 * chat + 4 + number // 3))
+        orders.append([])
+        for left, decides in ((200, 1000), (0, 0)):
+            policy.follower.learning = replace(policy.follower.learning, requests_min=decides)
+            while len(policy) > left:
+                run = policy.next_victims(shelf.now_ns, min(at_once, len(policy) - left))
+                assert policy.is_lru == bool(left)
+                most = max(most, len(run) if left else 0)
+                shelf.residency.remove_run(run, 0, Cause.EVICTED, shelf.now_ns)
+                orders[-1] += run
+        assert most > 10 or at_once == 1
+    assert orders[0] == orders[1]
 
 
 def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
@@ -501,79 +525,3 @@ def test_of_two_chains_the_one_that_is_announced_for_later_leaves_first(
             policy.on_hint(0, rows[-1], key(last), ChainHint(due_ns=round(due_s * S)), 0)
     shelf.now_ns = now_s * S
     assert policy.next_victim(now_s * S) == chains[leaves][-1]
-
-
-def test_a_request_does_not_wait_for_what_the_policy_learns_afterwards() -> None:
-    """The daemon has that done in the next turn of its event loop."""
-    owed: list[Callable[[], None]] = []
-    shelf = Shelf()
-    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(later=owed.append))
-    assert isinstance(policy, ChainHazard)
-    learning = policy.follower.book.learning
-    for number in range(60):
-        shelf.now_ns += S
-        shelf.chain(*range(100 * number, 100 * number + 80))
-    assert len(owed) == 1, "all requests in one turn"
-    assert learning.is_due and not learning.renewed
-    owed.pop()()
-    assert learning.renewed
-    shelf.chain(*range(80))
-    assert len(owed) == 1
-
-
-def test_a_request_waits_for_the_next_turn_or_the_next_decision() -> None:
-    owed: list[Callable[[], None]] = []
-    shelf = Shelf()
-    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(later=owed.append))
-    assert isinstance(policy, ChainHazard)
-    learning = policy.follower.book.learning
-    taken_in = [learning.requests]
-    rows = shelf.chain(1, 2, 3)
-    taken_in.append(learning.requests)
-    assert policy.next_victim(1) == rows[-1]
-    taken_in.append(learning.requests)
-    shelf.chain(1, 2, 3, 4)
-    taken_in.append(learning.requests)
-    assert len(owed) == 1
-    owed.pop()()
-    taken_in.append(learning.requests)
-    shelf.chain(*range(10, 10 + 2 * _WAITING_MAX))  # a long one does not wait: nor should a decision, for all of them
-    taken_in.append(learning.requests)
-    assert taken_in == [0, 0, 1, 1, 2, 3]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_whether_events_wait_changes_no_decision(seed: int) -> None:
-    def decisions(*, waits: bool) -> list[tuple[int, bool]]:
-        chance, held = random.Random(seed), dict[int, None]()
-        owed: list[Callable[[], None]] = []
-        found: list[tuple[int, bool]] = []
-        shelf = Shelf(tenants=2)
-        policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(later=owed.append))
-        assert isinstance(policy, ChainHazard)
-        trust_at_once(policy)
-        for number in range(400):
-            shelf.now_ns += chance.choice((0, S))
-            chat, length, tenant = chance.randrange(30), chance.randrange(1, 9), chance.randrange(2)
-            if chance.random() < 0.3:
-                policy.expect(RequestContext(number, 2048))
-            held.update(dict.fromkeys(shelf.chain(*range(100 * chat, 100 * chat + length), tenant=tenant)))
-            if chance.random() < 0.5:
-                rows = shelf.residency.find_keys(tenant, [key(100 * chat), key(100 * chat + 1)])
-                shelf.residency.request_run(tenant, rows, [key(number + 10_000)], shelf.now_ns)
-            if not waits:
-                assert len(policy) == len(held)
-            if chance.random() < 0.1:
-                lost = chance.choice(list(held))
-                del held[lost]
-                shelf.residency.remove(lost, Cause.INVALIDATED, shelf.now_ns)
-            while len(held) > 100:
-                victim = policy.next_victim(shelf.now_ns)
-                found.append((victim, policy.declines(tenant, key(number + 9_999), 1, victim, shelf.now_ns)))
-                del held[victim]
-                shelf.residency.remove(victim, Cause.EVICTED, shelf.now_ns)
-            while owed and chance.random() < 0.4:
-                owed.pop()()
-        return found
-
-    assert decisions(waits=True) == decisions(waits=False)

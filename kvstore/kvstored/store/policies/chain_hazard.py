@@ -265,16 +265,22 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         row = self.next_victim(now_ns)
-        if row < 0 or row != self.follower.named:
+        if row < 0 or limit < 2:
             return [row] if row >= 0 else []
-        book = self.follower.book
-        owner, shared, chain = book.owner, book.shared, book.owner[row]
+        follower = self.follower
+        book = follower.book
+        owner, shared, chain, chains = book.owner, book.shared, book.owner[row], book.chains
+        is_by_worth = row == follower.named
+        if not is_by_worth:
+            is_first_of_lru = follower.is_lru and not self.shares and len(follower.candidates) == 1
+            if not is_first_of_lru or chain < 0 or chains.tail[chain] != row or chains.blocked[chain]:
+                return [row]
         # All but the last block of a chain are evicted together.
-        far = book.chains.length[chain] - APART
+        far = chains.length[chain] - APART
         depth = self.residency.rows.depth[row]
-        if depth >= far or shared[row] or book.chains.due_s[chain]:
+        if depth >= far or shared[row] or chains.due_s[chain]:
             return [row]
-        run = self.residency.run_above(row, self.tier, limit)
+        run = self.residency.run_above(row, self.tier, limit) if is_by_worth else follower.lru.run_from(row, limit)
         for at in range(1, len(run)):
             row = run[at]
             if owner[row] != chain or shared[row]:

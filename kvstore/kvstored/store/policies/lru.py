@@ -113,8 +113,13 @@ class Lru(OrderedPolicy):
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
         row = self.next_victim(now_ns)
-        if row < 0 or self.queues.of[0].front != row or len(self.queues.of) > 1 or self.shares or self._returned[0]:
-            return [row] if row >= 0 else []
+        return self.run_from(row, limit) if row >= 0 else []
+
+    def run_from(self, row: int, limit: int) -> list[int]:
+        """Return up to `limit` rows that `next_victim`, which has just returned `row`, would return one after another,
+        if each were evicted: `row` and blocks before it in its chain."""
+        if self.queues.of[0].front != row or len(self.queues.of) > 1 or self.shares or self._returned[0]:
+            return [row]
         run = self.residency.run_above(row, self.tier, limit)
         afters = self.queues.links.after
         for at in range(1, len(run)):

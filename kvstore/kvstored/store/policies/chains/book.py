@@ -108,10 +108,8 @@ class ChainBook:
         ghost = self.ghosts[tenant]
         touched = ghost.touched
         for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
-            owner[row] = packed >> FAN_BITS  # UNOWNED of nothing
-            fan[row] = packed & FAN_MAX if packed >= 0 else 0
-            key = keys[row] if touched and packed >= 0 else None
-            if key is not None and key in touched:
+            owner[row], fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
+            if touched and packed >= 0 and (key := keys[row]) in touched:
                 self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def met_one(self, row: int, tenant: int) -> None:
@@ -290,8 +288,8 @@ class ChainBook:
 
     def standings(self, chains: Ints, now_s: float) -> Floats:
         """Return the ranks of `chains`, mixed with the order of their last use where the ranks say little."""
-        ages_s = now_s - self.chains.floats(self.chains.used_s)[chains]
-        return self.ranks(chains, now_s) * leaning(ages_s, self.tables.lean)
+        found, lean = self.ranks(chains, now_s), self.tables.lean
+        return found * leaning(now_s - self.chains.floats(self.chains.used_s)[chains], lean) if lean else found
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
         """Note that a queued request will use `chain` at `due_s`, down to the block at `row` (-1: to its end). If that

@@ -39,7 +39,7 @@ _SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
 _ALL = float("inf")
 _END_OF_DISTANCE = (0, 1, 2, 2, 3)
-_ENDS = np.array(_END_OF_DISTANCE)
+_ENDS = np.array((_END_OF_DISTANCE[0], *_END_OF_DISTANCE))  # by a distance that is one more
 Entry = tuple[float, int, int, int]  # worth, order, chain, number
 
 
@@ -175,32 +175,34 @@ class Candidates:
         begin, end = self._hand, min(self._hand + _SLICE, chains.slots)
         self._hand = end if end < chains.slots else 0
         self._is_wanted = False
-        tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)[begin:end]
+        tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)
         eligible = tails[begin:end] >= 0
-        eligible &= ~chains.flags(chains.blocked)[begin:end]
+        if chains.blocked.find(1, begin, end) >= 0:
+            eligible &= ~chains.flags(chains.blocked)[begin:end]
         if len(book.ghosts) > 1:
             eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
-        slots = np.flatnonzero(eligible)
-        slots += begin
-        self._looks_left = max(_STALE_LOOKS, len(slots) // _STALE_SHARE)
+        slots = eligible.nonzero()[0]
+        if begin:
+            slots += begin
+        entry[slots] = 0  # other tenants have entries of their own
+        count = len(slots)
+        self._looks_left = max(_STALE_LOOKS, count // _STALE_SHARE)
         self._drawn_s, self._left_by_then = now_s, book.left_blocks
         worth = self._worths(slots, tails[slots], now_s)
-        wanted = max(_LEAST, len(slots) // _SHARE)
+        wanted = max(_LEAST, count // _SHARE)
         self._ceiling = _ALL
-        if len(slots) > wanted:
-            part = np.argpartition(worth, wanted)
-            self._ceiling = float(worth[part[wanted]])
-            part = np.flatnonzero(worth <= self._ceiling)
+        if count > wanted:
+            self._ceiling = float(np.partition(worth, wanted)[wanted])
+            part = (worth <= self._ceiling).nonzero()[0]
             if len(part) > 2 * wanted:  # many are worth the same: those used longest ago
                 part = part[np.argpartition(chains.longs(chains.order)[slots[part]], wanted)[:wanted]]
             slots, worth = slots[part], worth[part]
         elif end - begin < chains.slots:
-            self._ceiling = float(worth.max()) if len(slots) else -1.0
+            self._ceiling = float(worth.max()) if count else -1.0
         first = self._numbers + 1
         self._numbers += len(slots)
         numbers = range(first, self._numbers + 1)
-        entry[eligible] = 0  # other tenants have entries of their own
-        chains.longs(chains.entry)[slots] = numbers
+        entry[slots] = numbers
         order = chains.longs(chains.order)[slots]
         self._heap = list(zip(worth.tolist(), order.tolist(), slots.tolist(), numbers, strict=True))
         heapify(self._heap)
@@ -211,25 +213,29 @@ class Candidates:
         """Return the worths of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
         book = self._book
         chains = book.chains
-        base = book.standings(slots, now_s)
-        base[~chains.flags(chains.live)[slots]] = _LEFTOVER
-        chains.floats(chains.base)[slots] = base
+        worth = book.standings(slots, now_s)
+        is_live = chains.flags(chains.live)[slots]
+        if not is_live.all():
+            worth[~is_live] = _LEFTOVER
+        chains.floats(chains.base)[slots] = worth
         depth = as_array(book.residency.rows.depth)[rows].astype(np.int32)
-        for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
-            base[at] = chains.worth(int(slots[at]), int(depth[at]), float(base[at]), now_s)
-        distance = chains.ints(chains.length)[slots] - depth
-        distance -= 1
-        np.maximum(distance, 0, out=distance)
-        np.minimum(distance, 4, out=distance)
-        worth = base * np.array(book.end_reuse)[_ENDS[distance]]
-        worth *= 1.0 + depth / _TWICE_DEPTH
+        due_s = chains.floats(chains.due_s)[slots]
+        if due_s.any():
+            for at in due_s.nonzero()[0].tolist():  # few
+                worth[at] = chains.worth(int(slots[at]), int(depth[at]), float(worth[at]), now_s)
+        distance = chains.ints(chains.length)[slots]
+        distance -= depth
+        # Distances begin at 1, at the end of a chain; one further down than its chain is long is at the end too.
+        worth *= np.array(book.end_reuse)[_ENDS].take(distance, mode="clip")
+        share = depth / _TWICE_DEPTH
+        share += 1.0
+        worth *= share
         shared = np.frombuffer(book.shared, np.float64)[rows]
         if shared.any():
-            touched = np.flatnonzero(shared)
+            touched = shared.nonzero()[0]
             since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
             worth[touched] += shared[touched] * np.exp((since - now_s) / TAU_S) / book.touches.span_s
-        found: npt.NDArray[np.float64] = worth
-        return found
+        return worth
 
 
 _LOOK_S = 1.0  # between two looks at all chains,

@@ -91,20 +91,13 @@ class LruGuard:
         of them were missing before and have been stored for this request; the blocks with the keys `missing` are still
         not stored."""
         held, mask = self._held, self._mask
-        asked = [keys[row] for row in rows]
-        last = len(rows) - fresh
-        if mask:
-            sampled = [key for key in asked[:last] if key is not None and not key[-1] & mask]
-            ours = len(sampled)
-            sampled += [key for key in asked[last:] if key is not None and not key[-1] & mask]
-            sampled += [key for key in missing if not key[-1] & mask]
-        else:
-            sampled = [key for key in asked[:last] if key is not None]
-            ours = len(sampled)
-            sampled += [key for key in asked[last:] if key is not None]
-            sampled += missing
+        asked = [key for row in rows[: len(rows) - fresh] if (key := keys[row]) is not None and not key[-1] & mask]
+        ours = len(asked)
+        if fresh:
+            asked += [key for row in rows[-fresh:] if (key := keys[row]) is not None and not key[-1] & mask]
+        asked += [key for key in missing if not key[-1] & mask]
         hits = 0
-        for key in reversed(sampled):
+        for key in reversed(asked):
             name = (tenant, key)
             if name in held:
                 hits += 1
