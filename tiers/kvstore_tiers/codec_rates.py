@@ -1,11 +1,11 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
-The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. A
-steady rate, of a codec or of whole reads by the form of the blocks, is the rate which three of four of the last runs
-reached: a run that lost its core now and then says nothing of the codec; where many do, the machine has no core to
-spare. Runs side by side share the time that passes, so it is what all threads reach together. The rate of a core
-counts the processor time of a thread alone, so waiting for a core, or for the interpreter, is not in it: a few reads
-among others tell what decoding costs. Any thread may call.
+A steady rate is the one which a part of the last runs reached. Runs side by side share the time that passes, so it is
+what all threads reach together. Three of four runs count for whole reads: one that lost its core now and then says
+nothing, and where many do, the machine has no core to spare. One of four counts for the medium, and for the cores that
+decoding can have, since the others may have waited for a core or for the interpreter. The rate of a core counts the
+processor time of a thread alone, so no waiting is in it: a few reads among others tell what decoding costs. Any thread
+may call.
 """
 
 from __future__ import annotations
@@ -17,53 +17,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 MEMORY_BYTES = 64 << 20
-FEWEST_BYTES = 1 << 20  # before them a rate is not known
 RUNS, FEWEST_RUNS = 31, 5
+MOST, SOME = 3 / 4, 1 / 4  # of the runs
 FEWEST_SERVED, RECENT_S = 12, 60.0  # of whole reads
 
 
-class BusyRate:
-    """The rate of a medium, not known before `FEWEST_BYTES` passed. `seconds` returns the time."""
-
-    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._lock = seconds, threading.Lock()
-        self._bytes = self._busy_s = self._since_s = 0.0
-        self._under_way = 0
-
-    @contextmanager
-    def work(self, nbytes: int) -> Iterator[None]:
-        """Measure the body of the `with` block, which handles `nbytes`. Work that raises an error does not count."""
-        began_s = self._seconds()
-        with self._lock:
-            self._since_s = self._since_s if self._under_way else began_s
-            self._under_way += 1
-        done_bytes = 0
-        try:
-            yield
-            done_bytes = nbytes
-        finally:
-            ended_s = self._seconds()
-            with self._lock:
-                self._under_way -= 1
-                self._busy_s += max(0.0, ended_s - self._since_s)
-                self._since_s = ended_s
-                self._bytes += done_bytes
-                if self._bytes > 2 * MEMORY_BYTES:
-                    self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Return the rate; 0 while it is not known."""
-        with self._lock:
-            return self._bytes / self._busy_s if self._bytes >= FEWEST_BYTES and self._busy_s > 0 else 0.0
-
-
 class SteadyRate:
-    """The rate that three of four of the last runs reached, of all threads together; not known before `fewest` of them.
+    """The rate that a `part` of the last runs reached, of all threads together; not known before `fewest` of them.
     `total_s` is the time of all runs. `seconds` returns the time."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic, fewest: int = FEWEST_RUNS) -> None:
-        self._seconds, self._fewest, self._lock = seconds, fewest, threading.Lock()
+    def __init__(
+        self, seconds: Callable[[], float] = time.monotonic, fewest: int = FEWEST_RUNS, part: float = MOST
+    ) -> None:
+        self._seconds, self._fewest, self._part, self._lock = seconds, fewest, part, threading.Lock()
         self._pace: deque[tuple[float, float]] = deque(maxlen=RUNS)  # seconds a byte: of its share, of the whole run
         self._shared_s = self._since_s = 0.0  # time divided by the runs under way
         self._under_way = 0
@@ -107,7 +73,7 @@ class SteadyRate:
     @property
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
-        return _reached([share for share, _ in tuple(self._pace)], self._fewest, 3 / 4)
+        return _reached([share for share, _ in tuple(self._pace)], self._fewest, self._part)
 
     @property
     def recent_bytes_per_s(self) -> float:
@@ -172,8 +138,8 @@ class CodecRates:
     def __init__(
         self, seconds: Callable[[], float] = time.monotonic, core_seconds: Callable[[], float] = time.thread_time
     ) -> None:
-        self.medium = BusyRate(seconds)
-        self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
+        self.medium = SteadyRate(seconds, part=SOME)
+        self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds, part=SOME))
         self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self.decoding_core: defaultdict[int, CoreRate] = defaultdict(lambda: CoreRate(seconds, core_seconds))
         self.read_core: defaultdict[int, CoreRate] = defaultdict(lambda: CoreRate(seconds, core_seconds))

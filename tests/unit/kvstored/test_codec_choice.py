@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, BusyRate, CodecRates, CoreRate, SteadyRate
+from kvstore_tiers.codec_rates import FEWEST_RUNS, FEWEST_SERVED, RUNS, SOME, CodecRates, CoreRate, SteadyRate
 from kvstore_tiers.codecs import Codec, Encoded
 from kvstore_tiers.codecs.measured import Measured
 from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, TRY_AGAIN_S, CodecChoice, read_s
@@ -48,9 +48,9 @@ def rates_of(medium: float, decoding: dict[Codec, float], ratios: dict[Codec, fl
     """Rates in GB/s, as if they had been measured."""
     hand = Hand()
     rates = CodecRates(hand, hand)
-    if medium:
-        with rates.medium.work(64 << 20):
-            hand.now_s += (64 << 20) / (medium * GB)
+    for _ in range(FEWEST_RUNS if medium else 0):
+        with rates.medium.work(1 << 20):
+            hand.now_s += (1 << 20) / (medium * GB)
     for codec, rate in decoding.items():
         for _ in range(FEWEST_RUNS):
             decode(rates, codec, hand, rate)
@@ -260,15 +260,31 @@ def test_codecs_are_measured_at_the_start_and_from_time_to_time() -> None:
 
 def test_reads_side_by_side_count_their_time_once_and_failed_ones_no_bytes() -> None:
     hand = Hand()
-    rate = BusyRate(hand)
-    with rate.work(8 << 20), rate.work(8 << 20):
-        hand.now_s += 1
+    rate = SteadyRate(hand, part=SOME)
+    for _ in range(FEWEST_RUNS):
+        with rate.work(8 << 20), rate.work(8 << 20):
+            hand.now_s += 1
+        hand.now_s += 5  # nothing is read meanwhile
     assert rate.bytes_per_s == 16 << 20
-    hand.now_s += 5  # nothing is read meanwhile
-    with suppress(OSError), rate.work(8 << 20):
-        hand.now_s += 1
-        raise OSError
-    assert rate.bytes_per_s == 8 << 20
+    for _ in range(RUNS):
+        with suppress(OSError), rate.work(8 << 20):
+            hand.now_s += 1
+            raise OSError
+    assert rate.bytes_per_s == 16 << 20
+
+
+def test_a_medium_is_as_quick_as_reads_that_wait_for_nothing_else() -> None:
+    """Half of the reads wait for a core or for the interpreter, and the medium is idle."""
+    hand, rates = Hand(), CodecRates()
+    rates.medium._seconds = hand
+    for number in range(RUNS):
+        with rates.medium.work(1 << 20):
+            hand.now_s += (1 << 20) / (3 * GB) + (0.005 if number % 2 else 0)
+    assert rates.medium.bytes_per_s == pytest.approx(3 * GB)
+    for _ in range(RUNS):
+        with rates.medium.work(1 << 20):
+            hand.now_s += (1 << 20) / (1 * GB)
+    assert rates.medium.bytes_per_s == pytest.approx(1 * GB), "it became slower"
 
 
 def test_a_run_that_lost_its_core_says_nothing_of_the_codec() -> None:
