@@ -11,7 +11,7 @@ percentile over blocks. Beside it, the same over requests, where one of a single
 thousand; and by victim, where the calls about victims count for the blocks that took their places; and of
 the choice alone: who goes, and whether the newcomer is declined. The longest call shows what an event loop would wait
 for. What a policy leaves for the loop's next turn is shown apart, as its mean over all blocks. Two rows bound what can
-be wanted: the p99 of as many timed calls of nothing in the same places, and that of LRU.
+be wanted: the p99 of as many timed calls of nothing in the same places, and the p99 of LRU.
 
 Cases: a made-up chat and made-up agents (`--trace FILE --format NAME`: a real trace) in a tier of 5 % of their blocks;
 the same with all requests of a minute at one instant (a burst); and chats in a tier that holds a million blocks.
@@ -93,7 +93,7 @@ def _nothing() -> None:
 
 
 def _timed(call: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, float]:
-    """Return what `call` returns, and the nanoseconds of processor time that it took, at most those that went by."""
+    """Return what `call` returns, and the nanoseconds of processor time that it took; of time, if less went by."""
     began_ns = time.thread_time_ns()
     first_ns = time.perf_counter_ns()
     answer = call(*arguments, **named)

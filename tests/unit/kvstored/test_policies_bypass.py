@@ -94,7 +94,7 @@ def test_who_ranks_no_chains_declines_nothing(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", CHAIN_HAZARD])
 def test_a_recorded_put_makes_room_for_neighbours_together(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the daemon does."""
+    """A daemon does."""
     builder = TraceBuilder("puts", "made", 512)
     for number in range(7):
         builder.add(S * number, range(20 * number, 20 * number + 20), op=Op.PUT)

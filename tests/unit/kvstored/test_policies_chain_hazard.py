@@ -98,7 +98,7 @@ def test_without_evidence_it_is_lru() -> None:
 
 
 def test_while_lru_decides_neighbours_leave_together() -> None:
-    """They leave in the order in which they would go one by one, and so does what is left once chains decide."""
+    """Blocks leave in the order in which they would go one by one, also the last ones, once chains decide."""
     orders: list[list[int]] = []
     for at_once in (1, 20):
         shelf, most = Shelf(), 0

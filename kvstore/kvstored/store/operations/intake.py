@@ -108,7 +108,7 @@ def leading_chain(offer: Offer) -> Sequence[bytes]:
 
 
 def is_new_throughout(offer: Offer, rows: Sequence[int]) -> bool:
-    """Return whether each block of `offer` was written, has no row in `rows`, and is neither the root nor its own
-    parent."""
-    is_written = rows.count(-1) == len(rows) and NOWHERE not in offer.offsets
+    """Return whether each block of `offer` was written, is there once, has no row in `rows`, and is neither the root
+    nor its own parent."""
+    is_written = rows.count(-1) == len(rows) == len(set(offer.keys)) and NOWHERE not in offer.offsets
     return is_written and NO_PARENT not in offer.keys and not any(map(eq, offer.keys, offer.parents))

@@ -74,41 +74,15 @@ class Puts:
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
         """Start a put of the blocks in `offer`, and yield its answers: one when the blocks are published (readable),
-        and a final one when it is known which are durable. The first part has begun when this returns, if it needs no
-        eviction.
+        and a final one when it is known which are durable. The first part has begun on return, unless it evicts.
 
         A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. If an
         error in the code ends the task, it takes back the begun blocks, and raises the error."""
         tenant = client.tenant_id
-        self._feed.put(
-            tenant, leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
-        )
+        before = offer.parents[0] if offer.keys else b""
+        self._feed.put(tenant, leading_chain(offer), before, self._clock.monotonic_ns())
         statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
-        wanted, present = list[int](), list[tuple[int, int]]()
-        rows, waiting = self._retention.find_each(tenant, offer.packed), frozenset[int]()
-        if client.exact:
-            rows, waiting = self._lossy.give_way(rows)
-        being_written, make_way = self.being_written, self._retention.make_way if self._retention.has_expiries else None
-        if make_way is None and not waiting and is_new_throughout(offer, rows):
-            named = set(zip(repeat(tenant), offer.keys))
-            if len(named) == len(rows) and being_written.isdisjoint(named):
-                being_written |= named
-                wanted = list(range(len(rows)))
-        for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True) if not wanted else ()):
-            if position in waiting:
-                statuses[position] = StoreStatus.AGAIN
-            elif row >= 0 and not self._needs_new_copy(row):
-                statuses[position] = StoreStatus.PRESENT
-                present.append((position, row))
-            elif key == offer.parents[position] or key == NO_PARENT:
-                continue
-            elif (tenant, key) in being_written or (make_way is not None and not make_way(tenant, key)):
-                statuses[position] = StoreStatus.AGAIN
-            elif offer.offsets[position] == NOWHERE:
-                statuses[position] = StoreStatus.WANTED
-            else:
-                being_written.add((tenant, key))
-                wanted.append(position)
+        wanted, present = self._sort_out(client, offer, statuses)
         intake = Intake(client, mode, offer, wanted, statuses, terms)
         durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
@@ -134,6 +108,35 @@ class Puts:
         storing.add_done_callback(partial(self._ended, intake))
         storing.add_done_callback(lambda _: let_go())
         return answers_of(storing, intake.statuses, durability, settling, mode)
+
+    def _sort_out(self, client: Client, offer: Offer, statuses: bytearray) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the positions of the blocks of `offer` to store, which are being written from now on, and the position
+        and row of each that is stored already. The others get their status in `statuses`."""
+        tenant, wanted, present = client.tenant_id, list[int](), list[tuple[int, int]]()
+        rows, waiting = self._retention.find_each(tenant, offer.packed), frozenset[int]()
+        if client.exact:
+            rows, waiting = self._lossy.give_way(rows)
+        being_written, make_way = self.being_written, self._retention.make_way if self._retention.has_expiries else None
+        is_new = make_way is None and not waiting and is_new_throughout(offer, rows)
+        if is_new and being_written.isdisjoint(named := set(zip(repeat(tenant), offer.keys))):
+            being_written |= named
+            wanted = list(range(len(rows)))
+        for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True) if not wanted else ()):
+            if position in waiting:
+                statuses[position] = StoreStatus.AGAIN
+            elif row >= 0 and not self._needs_new_copy(row):
+                statuses[position] = StoreStatus.PRESENT
+                present.append((position, row))
+            elif key == offer.parents[position] or key == NO_PARENT:
+                continue
+            elif (tenant, key) in being_written or (make_way is not None and not make_way(tenant, key)):
+                statuses[position] = StoreStatus.AGAIN
+            elif offer.offsets[position] == NOWHERE:
+                statuses[position] = StoreStatus.WANTED
+            else:
+                being_written.add((tenant, key))
+                wanted.append(position)
+        return wanted, present
 
     def _ended(self, intake: Intake, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
