@@ -5,8 +5,8 @@ The module owns the pipeline: the blocks that are still to write, and the messag
 oldest first. The subclasses own the memory for the bytes: staging memory (`put`), or slots of the daemon (`in_place`).
 Blocks that are written within a millisecond, or are 24 MiB together, go in one message, because each message costs the
 daemon about as much time as copying 8 MiB. Other blocks are sent in several messages, so that the daemon copies while
-the client writes. Blocks that the
-lookup index shows are not written: only their keys are sent, and the daemon answers whether it wants them after all.
+the client writes. Blocks that the lookup index shows are not written: only their keys are sent, and the daemon answers
+whether it wants them after all.
 """
 
 from __future__ import annotations
