@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, address_of
 from kvstore_cuda.host_copies import native as host_copies
+from kvstore_proto.arena import payload_checksum
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import CodingError, Undecodable
 from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
@@ -115,28 +116,27 @@ class QuantisedCodec(LayeredCodec):
 
     def decode_and_hash(self, stored: memoryview, payload: memoryview) -> int:
         frame, layers = self._begin(stored, payload)
-        bits, coded = self._uniform(frame.shape), np.frombuffer(stored, np.uint8)[frame.places[0] :]
-        is_plain = frame.common_at == frame.places[0] and not any(frame.are_as_they_are)
-        checksum = _decode(bits, frame.shape, coded, layers, hashes=True) if is_plain else None
-        return super().decode_and_hash(stored, payload) if checksum is None else checksum
+        hashing = _hashing(frame)
+        if hashing is None:
+            self._decode(frame, stored, range(frame.shape.layers), layers)
+            return payload_checksum(payload)
+        coded = np.frombuffer(stored, np.uint8)[frame.places[0] :]
+        return _decode(self._uniform(frame.shape), frame.shape, coded, layers, hashing)
 
     def _uniform(self, shape: PayloadShape) -> Bits:
         return (self.bits,) * len(shape.tensors)
 
 
-def _decode(bits: Bits, shape: PayloadShape, coded: Bytes, layers: Bytes, *, hashes: bool = False) -> int | None:
-    """Fill `layers`, whose tensors have kept `bits`. With `hashes` return the xxh3_64 of all, or None, with nothing
-    done, where compiled code does not give it."""
+def _decode(bits: Bits, shape: PayloadShape, coded: Bytes, layers: Bytes, hashing: ct.CDLL | None = None) -> int:
+    """Fill `layers`, whose tensors have kept `bits`. Return the xxh3_64 of all by `hashing`, the library of compiled
+    copies; 0 without it."""
     plan, native, count = plan_of(bits, shape), library(), len(layers)
-    hashing = host_copies.get() if hashes else None
     assert plan is not None
     if coded.nbytes != plan.coded_bytes * count:
         raise Undecodable(f"{coded.nbytes} bytes are not {count} layers of {plan.coded_bytes}")
-    if hashes and (native is None or hashing is None or not _hashed_bytes(shape.layer_bytes)):
-        return None
     if native is None:
         dequantise(bits, shape, coded.reshape(count, plan.coded_bytes), layers)
-        return None
+        return 0
     more, words = None, _HASH()
     if hashing is not None:
         more = ct.cast(hashing.kv_hash_more, ct.c_void_p)
@@ -146,13 +146,16 @@ def _decode(bits: Bits, shape: PayloadShape, coded: Bytes, layers: Bytes, *, has
         shape.layer_bytes, more, words,
     ):  # fmt: skip
         raise MemoryError("no memory to decode")
-    return words[0] if hashing is not None else None
+    return words[0]
 
 
-def _hashed_bytes(layer_bytes: int) -> bool:
-    """Return whether layers of `layer_bytes` are hashed in a cache of one core: whole stripes of xxh3, more than its
-    short forms are for."""
-    return layer_bytes % 64 == 0 and HASHED_MIN_BYTES <= layer_bytes <= PIECE_BYTES // 2
+def _hashing(frame: Frame) -> ct.CDLL | None:
+    """Return the library of compiled copies, if the layers of `frame` can be hashed in a cache of one core as they are
+    decoded: all coded alike, and whole stripes of xxh3, more than its short forms are for."""
+    nbytes = frame.shape.layer_bytes
+    is_alike = frame.common_at == frame.places[0] and not any(frame.are_as_they_are)
+    can_be = library() is not None and nbytes % 64 == 0 and HASHED_MIN_BYTES <= nbytes <= PIECE_BYTES // 2
+    return host_copies.get() if is_alike and can_be else None
 
 
 class Run(NamedTuple):

@@ -56,7 +56,7 @@ class Exactness:
             return NO_TIERS
         lossy = NO_TIERS
         for tier in MEMBERS[self._rows.mask[row]]:
-            if (errors := self._copies[tier].optional.used.get("error")) is not None and errors[row]:
+            if self.is_lossy(row, tier):
                 lossy = lossy.with_tier(tier)
         return lossy
 

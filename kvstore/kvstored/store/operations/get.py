@@ -252,7 +252,7 @@ class Gets:
         if asked.group == client.counted_group:
             self._counters.add("acquired_tokens", len(rows) * client.fingerprint.block_tokens)
         self._flows.found(client, len(rows))
-        leased_in = {mapped: len(rows) - promoted.total()} if sources else {mapped: len(rows)}
+        leased_in = {mapped: len(rows) - promoted.total()}
         if others:  # some may have been promoted past the mapped tier
             leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)
         for position, blocks in (*leased_in.items(), *promoted.items()):

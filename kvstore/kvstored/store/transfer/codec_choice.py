@@ -36,6 +36,11 @@ def read_s(blocks: float, reading_s: float, work_s: float = 0.0, alone_s: float 
     return max(blocks * reading_s, reading_s + (blocks - 1) * work_s) + alone_s
 
 
+def _core_s(bytes_per_s: float) -> float:
+    """Return the seconds a byte of a core that does other work too; 0 where the rate is not known."""
+    return 1 / bytes_per_s / IDLE_SHARE if bytes_per_s else 0.0
+
+
 def _are_alike(first: SteadyRate, second: SteadyRate) -> bool:
     """Return whether about as many runs of `first` as of `second` were under way at a time: a block among many of
     another form waits for those."""
@@ -96,16 +101,12 @@ class CodecChoice:
         if not medium or not cores or not payload_bytes:
             return 0.0
         blocks, reading_s = max(1.0, self._blocks_a_get(payload_bytes)), payload_bytes / medium
-        plain_core_s = payload_bytes * self._core_s(self._rates.read_core[0].bytes_per_s)
+        plain_core_s = payload_bytes * _core_s(self._rates.read_core[0].bytes_per_s)
         measured, read = self._rates.decoding_core[codec.number], self._rates.read_core[codec.number]
-        decoding_core_s = payload_bytes * self._core_s(read.recent_bytes_per_s or measured.bytes_per_s)
+        decoding_core_s = payload_bytes * _core_s(read.recent_bytes_per_s or measured.bytes_per_s)
         coded_core_s = plain_core_s / ratio + decoding_core_s  # fewer bytes are read and checked
         as_it_is = read_s(blocks, reading_s, plain_core_s / cores, plain_core_s)
         return as_it_is / read_s(blocks, reading_s / ratio, coded_core_s / cores, coded_core_s)
-
-    def _core_s(self, bytes_per_s: float) -> float:
-        """Return the seconds a byte of a core that does other work too; 0 where the rate is not known."""
-        return 1 / bytes_per_s / IDLE_SHARE if bytes_per_s else 0.0
 
     def _cores(self, number: int) -> float:
         """Return how many cores threads got that decoded side by side; 0 while that is not known. Time for which they
