@@ -159,6 +159,7 @@ class ImageBatch(TransferBatch):
     ) -> None:
         super().__init__([], parts, done)
         self._library, self._images, self._stored = library, images, stored
+        self._headers = images.headers  # here, not in `run`: threads together would each make an array of all
         # How many have been taken; where each goes, comes from, its size.
         self._table = array("Q", [0])
         self._table.extend(targets)
@@ -168,7 +169,7 @@ class ImageBatch(TransferBatch):
     def run(self) -> None:
         count, table = len(self._images), self._table.buffer_info()[0]
         places = [table + _WORD * (1 + column * count) for column in range(3)]
-        self._library.kv_store_images(table, count, *places, self._images.headers.ctypes.data)
+        self._library.kv_store_images(table, count, *places, self._headers.ctypes.data)
         self.end_part()
 
     def _ended(self) -> Sequence[Outcome]:

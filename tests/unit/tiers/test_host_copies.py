@@ -6,7 +6,7 @@ import ctypes as ct
 import shutil
 import threading
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,30 @@ def test_slots_are_equal_to_the_bit(payload_bytes: int, monkeypatch: pytest.Monk
         with closing(HostTier(64 << 20, arena_bytes=32 << 20)) as tier:
             images.append(_stored(tier, payload_bytes))
     assert images[0] == images[1]
+
+
+def test_threads_that_store_a_run_together_write_the_same_headers(
+    monkeypatch: pytest.MonkeyPatch, library: ct.CDLL
+) -> None:
+    both, one_stores, concatenate = threading.Barrier(2), threading.Event(), np.concatenate
+    store, handed = library.kv_store_images, list[int]()
+
+    def concatenate_beside_another(arrays: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            if threading.current_thread() is not threading.main_thread() and both.wait(1.0) == 0:
+                one_stores.wait(1.0)
+        return concatenate(arrays)
+
+    def store_images(*given: int) -> None:
+        handed.append(given[-1])
+        one_stores.set()
+        store(*given)
+
+    monkeypatch.setattr(np, "concatenate", concatenate_beside_another)
+    monkeypatch.setattr(library, "kv_store_images", store_images)
+    with closing(HostTier(64 << 20, arena_bytes=32 << 20)) as tier:
+        _stored(tier, 3 * 2**20 + 4096)
+    assert len(handed) == 2 and len(set(handed)) == 1
 
 
 def _stored(tier: HostTier, payload_bytes: int) -> list[bytes]:

@@ -62,9 +62,9 @@ class ContextCodec(LayeredCodec):
 
     def encode_layers(self, shape: PayloadShape, layers: Bytes, room: Bytes) -> CodedLayers | None:
         lengths, as_they_are = np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.uint8)
-        tables_bytes, work = np.zeros(1, np.int64), _work_of(shape)
+        tables_bytes, work, described = np.zeros(1, np.int64), _work_of(shape), _described(shape)
         answer = self._library().kv_context_encode(
-            _LOW_BITS[shape.tensors[0].type], _described(shape).ctypes.data, len(shape.tensors), layers.ctypes.data,
+            _LOW_BITS[shape.tensors[0].type], described.ctypes.data, len(shape.tensors), layers.ctypes.data,
             shape.layers, shape.layer_bytes, room.ctypes.data, room.nbytes, lengths.ctypes.data,
             as_they_are.ctypes.data, tables_bytes.ctypes.data, work.ctypes.data, work.nbytes,
         )  # fmt: skip
@@ -75,11 +75,11 @@ class ContextCodec(LayeredCodec):
         return CodedLayers(lengths.tolist(), as_they_are.astype(bool).tolist(), common_bytes=int(tables_bytes[0]))
 
     def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
-        shape, tables = frame.shape, frame.common(stored)
+        shape, tables, described = frame.shape, frame.common(stored), _described(frame.shape)
         places = np.array(frame.places[numbers.start : numbers.stop + 1], np.int64)
         whole, work = np.frombuffer(stored, np.uint8), _work_of(shape)
         answer = self._library().kv_context_decode(
-            _LOW_BITS[shape.tensors[0].type], _described(shape).ctypes.data, len(shape.tensors), tables.ctypes.data,
+            _LOW_BITS[shape.tensors[0].type], described.ctypes.data, len(shape.tensors), tables.ctypes.data,
             tables.nbytes, whole.ctypes.data, places.ctypes.data, len(numbers), layers.ctypes.data, shape.layer_bytes,
             work.ctypes.data, work.nbytes,
         )  # fmt: skip
