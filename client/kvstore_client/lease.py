@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from kvstore_client.arrays import Kind, LeaseArray
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
-from kvstore_cuda.host_copies import copy_array
+from kvstore_cuda.host_copies import address_of, copy_runs
 from kvstore_proto.arena import ERROR_OFFSET, HEADER_BYTES, mismatch
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
@@ -229,8 +230,14 @@ class Lease:
             raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
         if arguments.count("first_block", first_block) + len(destinations) > len(self.held_blocks):
             raise invalid(f"{len(destinations)} destinations from block {first_block}, but {len(self)} blocks are held")
-        for index, destination in enumerate(destinations, first_block):
-            copy_array(_flat_bytes(destination, self.held_blocks[index].payload_bytes), self.payload(index))
+        blocks = range(first_block, first_block + len(destinations))
+        pairs = [
+            (_flat_bytes(destination, len(payload)), payload)
+            for destination, payload in zip(destinations, map(self.payload, blocks), strict=True)
+        ]
+        for nbytes, alike in groupby(pairs, key=lambda pair: pair[0].nbytes):
+            targets, sources = np.array([(address_of(target), address_of(payload)) for target, payload in alike]).T
+            copy_runs(targets, sources, nbytes)
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:

@@ -52,10 +52,10 @@ class LayerProgress:
         self._has_ended = False
         self._changed = threading.Condition()
 
-    def advance(self) -> None:
-        """Mark one more layer as readable."""
+    def advance(self, layers: int = 1) -> None:
+        """Mark the next `layers` layers as readable."""
         with self._changed:
-            self._done += 1
+            self._done += layers
             self._changed.notify_all()
 
     def end(self) -> None:

@@ -23,6 +23,8 @@ constexpr size_t SUMS = 8;                     // words of a hash under way; one
 constexpr size_t A_LINE = 8;                   // records whose words fill one line of the cache in each column
 constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
 constexpr size_t PAST_CACHES = 128 * 1024;     // payloads from this size on
+constexpr size_t PAST_CACHES_RUN = 2048;       // runs of a larger copy from this size on
+constexpr size_t VECTORS_MIN = 512;            // what is shorter, memcpy copies by vectors
 constexpr size_t CHECKSUM_AT = 128, HEADER_CHECKSUM_AT = 152, STORED_CHECKSUM_AT = 168;  // kvstore_proto/arena.py
 
 alignas(64) const uint8_t SECRET_BYTES[SECRET] = {
@@ -134,6 +136,21 @@ uint64_t copied_and_hashed(uint8_t* target, const uint8_t* source, size_t nbytes
     return ended(sums, target + nbytes - STRIPE, nbytes);
 }
 
+// Copies by vectors, where memcpy may take `rep movsb`, which is slow on some processors (Zen 3) if the target begins
+// some bytes behind the source's place in a page. A copy past the caches needs `_mm_sfence` behind it.
+void copied(uint8_t* target, const uint8_t* source, size_t nbytes, bool is_past) {
+    if (nbytes < VECTORS_MIN) {
+        memcpy(target, source, nbytes);
+        return;
+    }
+    const size_t to_line = -reinterpret_cast<uintptr_t>(target) % STRIPE;
+    const size_t whole = (nbytes - to_line) / STRIPE, rest = to_line + whole * STRIPE;
+    memcpy(target, source, to_line);
+    if (is_past) stripes<Store::PAST, false>(target + to_line, source + to_line, whole);
+    else stripes<Store::CACHED, false>(target + to_line, source + to_line, whole);
+    memcpy(target + rest, source + rest, nbytes - rest);
+}
+
 // The seed is added to the even words of the secret, and taken from the odd ones.
 inline uint64_t hash_of_record(const uint8_t* record, uint64_t seed) {
     alignas(32) uint8_t secret[SECRET];
@@ -199,15 +216,14 @@ uint64_t kv_hash_more(uint64_t* hash, uint8_t* target, const uint8_t* source, ui
 
 // Copies `nbytes`, past the caches where they are many.
 void kv_copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
-    const size_t to_line = -reinterpret_cast<uintptr_t>(target) % STRIPE;
-    if (nbytes < PAST_CACHES) {
-        memcpy(target, source, nbytes);
-        return;
-    }
-    memcpy(target, source, to_line);
-    const size_t whole = (nbytes - to_line) / STRIPE, rest = to_line + whole * STRIPE;
-    stripes<Store::PAST, false>(target + to_line, source + to_line, whole);
-    memcpy(target + rest, source + rest, nbytes - rest);
+    copied(target, source, nbytes, nbytes >= PAST_CACHES);
+    _mm_sfence();
+}
+
+// Copies `count` runs of `nbytes` each, past the caches where all of them together are many bytes.
+void kv_copy_runs(uint64_t count, uint8_t* const* targets, const uint8_t* const* sources, uint64_t nbytes) {
+    const bool is_past = nbytes >= PAST_CACHES_RUN && count * nbytes >= PAST_CACHES;
+    for (uint64_t at = 0; at < count; ++at) copied(targets[at], sources[at], nbytes, is_past);
     _mm_sfence();
 }
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86
 
+Addresses = npt.NDArray[np.int64]
 NATIVE_VARIABLE = "KVSTORED_NATIVE_COPIES"  # 0: none
 HASHED_MIN_BYTES = 241  # the compiled hash is for more bytes than xxh3 has short forms for
 PAST_CACHES_BYTES = 128 * 1024  # what is shorter is copied as quickly by anyone
@@ -42,6 +43,7 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found = ct.CDLL(str(build_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)], may_compile=may_compile)))
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
+    found.kv_copy_runs.argtypes, found.kv_copy_runs.restype = (ct.c_uint64, place, place, ct.c_uint64), None
     found.kv_copy_and_hash.argtypes, found.kv_copy_and_hash.restype = (place, place, size), ct.c_uint64
     found.kv_hash_begin.argtypes, found.kv_hash_begin.restype = (place,), None
     found.kv_hash_more.argtypes = (place, place, place, ct.c_uint64, ct.c_uint64)
@@ -70,6 +72,21 @@ def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> 
         np.copyto(target, source)
     else:
         library.kv_copy(address_of(target), address_of(source), target.nbytes)
+
+
+def copy_runs(targets: Addresses, sources: Addresses, nbytes: int) -> None:
+    """Copy `nbytes` bytes from each address of `sources` to the address of `targets` at the same position, without the
+    GIL. Both are int64[runs]; the caller keeps the memory alive. Raises ValueError for unequal numbers of them.
+    """
+    if len(targets) != len(sources):
+        raise ValueError(f"{len(targets)} targets for {len(sources)} sources")
+    library = native.get()
+    if library is None:
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            ct.memmove(target, source, nbytes)
+        return
+    targets, sources = np.ascontiguousarray(targets, np.int64), np.ascontiguousarray(sources, np.int64)
+    library.kv_copy_runs(len(targets), address_of(targets), address_of(sources), nbytes)
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 from kvstore_connectors.vllm import tensors
 from kvstore_connectors.vllm.connector import KVStoreConnector
-from kvstore_connectors.vllm.orders import Place
 from kvstore_connectors.vllm.tensors import HostLoad, PagedLayers
 
 PATIENCE_S = 60.0
@@ -55,21 +54,19 @@ class _ToldLayers(PagedLayers):
     """The pool in host memory. `told`: what the file says about the load under way."""
 
     told: Mapping[str, Any] = MappingProxyType({})
-    _last = -1
 
     def load(self, sources: Any, after: Any) -> HostLoad:
-        self.told, self._last = _told(), -1
+        self.told = _told()
         return super().load(sources, after)
 
-    def scatter(self, source: Any, block_id: Place, layer: int) -> None:
-        if layer != self._last:
-            self._last = layer
-            time.sleep(self.told.get("layer_s", 0.0))
-            if layer and (self.told.get("gated") or self.told.get("breaks_at") == layer):
-                _computing.wait(layer)
-            if self.told.get("breaks_at") == layer:
-                raise RuntimeError("a layer is broken")
-        super().scatter(source, block_id, layer)
+    def scatter(self, payloads: Any, block_ids: Any, layers: range) -> None:
+        layer = layers.start
+        time.sleep(self.told.get("layer_s", 0.0))
+        if layer and (self.told.get("gated") or self.told.get("breaks_at") == layer):
+            _computing.wait(layer)
+        if self.told.get("breaks_at") == layer:
+            raise RuntimeError("a layer is broken")
+        super().scatter(payloads, block_ids, layers)
 
 
 class ToldConnector(KVStoreConnector):

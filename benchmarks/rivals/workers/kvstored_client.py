@@ -4,6 +4,7 @@
 
 Paged K/V memory is plain arrays of an engine's shape, (2, pages, 16 tokens, 8 heads, 64) float16 for each layer. A
 store gathers pages straight into staging, by functions handed to `put`; a retrieve leases and scatters out of arenas.
+The copies are those of the connector for vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy.typing as npt
 from serving import Batch, Bytes, serve
 
 import kvstore_client
-from kvstore_client import Fingerprint, LayerGroup, Session
+from kvstore_client import Fingerprint, LayerGroup, Lease, Session
+from kvstore_connectors.vllm.tensors import PagedLayers
 
 LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 8, 512, 16, 8, 64
 REQUEST_TOKENS, BLOCK_TOKENS = 2048, 256  # 8 blocks: what LMCache calls chunks, at its default size
@@ -38,21 +40,23 @@ class PagedMemory:
         self.layers = [random.integers(0, 30_000, shape, dtype=np.uint16).view(np.float16) for _ in range(LAYERS)]
         self._pages = [layer.view(np.uint8).reshape(2, PAGES, -1) for layer in self.layers]
         self._saved = [pages[:, REQUEST_PAGES].copy() for pages in self._pages]
+        of_a_block = BLOCK_TOKENS // PAGE_TOKENS
+        planes = [plane for pages in self._pages for plane in pages]
+        self._pool = PagedLayers(
+            [plane for plane in planes for _ in range(of_a_block)], list(range(of_a_block)) * len(planes)
+        )
 
-    def table(self, block: int) -> npt.NDArray[np.intp]:
+    def table(self, block: int) -> tuple[int, ...]:
         """The pages of one block of a request. Consecutive, as in the rival's tool; the copies do not rely on it."""
         pages = BLOCK_TOKENS // PAGE_TOKENS
-        return FIRST_PAGE + np.arange(block * pages, (block + 1) * pages, dtype=np.intp)
+        return tuple(range(FIRST_PAGE + block * pages, FIRST_PAGE + (block + 1) * pages))
 
     def gather(self, block: int, destination: Bytes) -> None:
-        table = self.table(block)
-        for pages, out in zip(self._pages, self._by_layer(destination), strict=True):
-            np.take(pages, table, axis=1, out=out, mode="clip")  # any other mode copies through a buffer
+        self._pool.gather(self.table(block), destination)
 
-    def scatter(self, block: int, payload: Bytes) -> None:
-        table = self.table(block)
-        for pages, stored in zip(self._pages, self._by_layer(payload), strict=True):
-            pages[:, table] = stored
+    def load(self, lease: Lease) -> None:
+        load = self._pool.load([(lease, [self.table(block) for block in range(len(lease))])], self._pool.now())
+        load.finish()
 
     def spoil(self) -> None:
         for pages in self._pages:
@@ -62,10 +66,6 @@ class PagedMemory:
         for pages, saved in zip(self._pages, self._saved, strict=True):
             if not np.array_equal(pages[:, REQUEST_PAGES], saved):
                 raise RuntimeError("the retrieved pages are not what was stored")
-
-    @staticmethod
-    def _by_layer(payload: Bytes) -> Bytes:
-        return payload.reshape(LAYERS, 2, BLOCK_TOKENS // PAGE_TOKENS, -1)
 
 
 class Requests:
@@ -93,8 +93,7 @@ class Requests:
         self._memory.spoil()
         started = time.perf_counter()
         with self._session.get(tokens) as lease:
-            for block in range(len(lease)):
-                self._memory.scatter(block, lease.payload(block))
+            self._memory.load(lease)
             held = len(lease) if lease.valid else 0
         elapsed_s = time.perf_counter() - started
         if held != self._blocks:

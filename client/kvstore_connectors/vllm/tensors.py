@@ -31,6 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore_client.device import (
     DeviceMemory,
@@ -49,6 +50,7 @@ from kvstore_connectors.vllm.groups import StateGroup, StateGroups
 from kvstore_connectors.vllm.model import refused_backends
 from kvstore_connectors.vllm.orders import Place
 from kvstore_connectors.vllm.pages import Pages
+from kvstore_cuda.host_copies import address_of, copy_runs
 
 if TYPE_CHECKING:
     import torch
@@ -159,10 +161,16 @@ class PagedLayers:
     def __init__(self, layers: Sequence[Bytes], slots: Sequence[int] | None = None) -> None:
         if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
             raise ValueError(f"layers of one shape are needed, got {sorted({layer.shape for layer in layers})}")
-        self._layers, self._slots = tuple(layers), slots
+        if any(layer.strides[1] != 1 for layer in layers):
+            raise ValueError("the bytes of a page are apart in memory")
+        self._layers = tuple(layers)
+        self._slots = None if slots is None else np.array(slots, np.intp)
+        self._bases = np.array([address_of(layer) for layer in layers], np.int64)
+        self._strides = np.array([layer.strides[0] for layer in layers], np.int64)
         self.others: Sequence[PagedLayers] = ()
         self.blocks, self._page_bytes = layers[0].shape
         self.block_bytes = len(layers) * self._page_bytes
+        self._offsets = np.arange(len(layers), dtype=np.int64) * self._page_bytes
 
     def now(self) -> HostMoment:
         return HostMoment(time.perf_counter())
@@ -175,28 +183,48 @@ class PagedLayers:
 
     def gather(self, block_id: Place, destination: Bytes) -> None:
         """Copy all layers of the pool block `block_id` to `destination`, uint8[block_bytes]. A pool block with the id 0
-        in a group of several is copied as zeros.
+        in a group of several is copied as zeros. Raises ValueError for another size, IndexError for another id.
         """
-        start = 0
-        for number, layer in enumerate(self._layers):
-            source = self._id(block_id, number)
-            np.copyto(destination[start : start + self._page_bytes], 0 if source is None else layer[source])
-            start += self._page_bytes
+        ids = self._ids([block_id])[0]
+        targets, sources = self._address(destination) + self._offsets, self._bases + ids * self._strides
+        if self._slots is not None and not ids.all():
+            destination.reshape(len(self), -1)[ids == 0] = 0
+            targets, sources = targets[ids != 0], sources[ids != 0]
+        copy_runs(targets, sources, self._page_bytes)
 
-    def scatter(self, source: Bytes, block_id: Place, layer: int) -> None:
-        """Copy layer number `layer` of the payload `source` into the pool block `block_id`. Do nothing if there is no
-        such pool block.
+    def scatter(self, payloads: Sequence[Bytes], block_ids: Sequence[Place], layers: range) -> None:
+        """Copy the layers `layers` of each payload into the pool block at the same position of `block_ids`, except
+        where there is no such pool block. Raises as `gather` does.
         """
-        start, target = layer * self._page_bytes, self._id(block_id, layer)
-        if target is not None:
-            np.copyto(self._layers[layer][target], source[start : start + self._page_bytes])
+        part, ids = slice(layers.start, layers.stop), self._ids(block_ids)
+        places = np.array([self._address(payload) for payload in payloads], np.int64)
+        sources = (places[:, None] + self._offsets[part]).ravel()
+        targets = (self._bases[part] + ids[:, part] * self._strides[part]).ravel()
+        if self._slots is not None:
+            is_there = ids[:, part].ravel() != 0
+            targets, sources = targets[is_there], sources[is_there]
+        copy_runs(targets, sources, self._page_bytes)
 
-    def _id(self, place: Place, layer: int) -> int | None:
-        """Return the pool block of a layer. Block 0 of a table is no block: never read, never written."""
-        if isinstance(place, int):
-            return place
-        assert self._slots is not None
-        return place[self._slots[layer]] or None
+    @property
+    def runs(self) -> list[range]:
+        """The numbers of the layers, in ranges that share one of vLLM's tensors."""
+        ends = [at for at in range(1, len(self)) if self._layers[at] is not self._layers[at - 1]]
+        return [range(begin, end) for begin, end in itertools.pairwise([0, *ends, len(self)])]
+
+    def _ids(self, block_ids: Sequence[Place]) -> npt.NDArray[np.int64]:
+        """Return the pool block of each layer, int64[block_ids, layers]. Block 0 of a table is no block: never read,
+        never written.
+        """
+        ids = np.array(block_ids, np.int64)
+        ids = np.repeat(ids[:, None], len(self), axis=1) if self._slots is None else ids[:, self._slots]
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.blocks:
+            raise IndexError(f"pool blocks {ids.min()} to {ids.max()} of {self.blocks}")
+        return ids
+
+    def _address(self, payload: Bytes) -> int:
+        if payload.nbytes != self.block_bytes or not payload.flags.c_contiguous:
+            raise ValueError(f"a block has {self.block_bytes} bytes in one piece, not {payload.nbytes}")
+        return address_of(payload)
 
     def decoding(self, is_decoding: bool) -> None:
         """Do nothing, because copies in host memory use no link to a device."""
@@ -219,7 +247,8 @@ class HostLoad:
 
     def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[Place]]]) -> None:
         self._pool = pool
-        self._copies = [(held.payload(at), block_id) for held, ids in sources for at, block_id in enumerate(ids)]
+        self._payloads = [held.payload(at) for held, ids in sources for at in range(len(ids))]
+        self._block_ids = [block_id for _, ids in sources for block_id in ids]
         self._progress = LayerProgress()
 
     def wait(self, layer: int) -> None:
@@ -227,10 +256,10 @@ class HostLoad:
 
     def finish(self) -> None:
         try:
-            for layer in range(len(self._pool)):
-                for payload, block_id in self._copies:
-                    self._pool.scatter(payload, block_id, layer)
-                self._progress.advance()
+            for layers in self._pool.runs:
+                if self._payloads:
+                    self._pool.scatter(self._payloads, self._block_ids, layers)
+                self._progress.advance(len(layers))
         finally:
             self._progress.end()
 

@@ -47,9 +47,38 @@ def test_a_block_gathered_and_scattered_elsewhere_is_the_same_in_every_layer() -
     pool.gather(3, block)
     assert len(pool) == 3
     for layer in range(3):
-        pool.scatter(block, 1, layer)
+        pool.scatter([block], [1], range(layer, layer + 1))
     assert np.array_equal(memory[:, 1], before[:, 3])
     assert np.array_equal(np.delete(memory, 1, axis=1), np.delete(before, 1, axis=1))
+
+
+def test_blocks_of_several_pool_blocks_and_pool_blocks_that_are_not_there() -> None:
+    memory = np.random.default_rng(1).integers(1, 256, (2, 6, 16), dtype=np.uint8)
+    before, planes = memory.copy(), list(memory)
+    pool = PagedLayers([planes[0], planes[0], planes[1], planes[1]], [0, 1, 0, 1])
+    assert pool.runs == [range(2), range(2, 4)]
+    blocks = np.empty((2, 64), np.uint8)
+    for place, block in zip([(3, 0), (5, 4)], blocks, strict=True):
+        pool.gather(place, block)
+    parts = blocks.reshape(2, 2, 2, 16)
+    assert not parts[0, :, 1].any() and np.array_equal(parts[0, :, 0], before[:, 3])
+    assert np.array_equal(parts[1], before[:, [5, 4]])
+    for layers in pool.runs:
+        pool.scatter(list(blocks), [(1, 2), (0, 3)], layers)
+    assert np.array_equal(memory[:, [1, 3]], before[:, [3, 4]]) and not memory[:, 2].any()
+    assert np.array_equal(memory[:, [0, 4, 5]], before[:, [0, 4, 5]]), "no other is written"
+
+
+def test_no_byte_outside_a_pool_or_a_block_is_touched() -> None:
+    pool = PagedLayers(list(np.zeros((2, 4, 16), np.uint8)))
+    for place in (-1, 4):
+        with pytest.raises(IndexError, match="pool blocks"):
+            pool.gather(place, np.empty(32, np.uint8))
+    for wrong in (np.empty(31, np.uint8), np.empty(64, np.uint8)[::2]):
+        with pytest.raises(ValueError, match="32 bytes"):
+            pool.scatter([wrong], [1], range(2))
+    with pytest.raises(ValueError, match="apart"):
+        PagedLayers([np.zeros((4, 32), np.uint8)[:, ::2]])
 
 
 @pytest.mark.parametrize("shapes", [[], [(4, 8), (4, 9)], [(4, 8, 2)]])

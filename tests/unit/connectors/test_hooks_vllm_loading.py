@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from kvstore_client.results import Lookup
 from kvstore_connectors.vllm.model import describe_extras
-from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, RequestPrefix, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Place, RequestPrefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import Load, VllmWorkerSide
@@ -213,9 +214,9 @@ class GatedPool(PagedLayers):
 
     may: threading.Semaphore
 
-    def scatter(self, source: np.ndarray, block_id: int, layer: int) -> None:
+    def scatter(self, payloads: Sequence[np.ndarray], block_ids: Sequence[Place], layers: range) -> None:
         assert self.may.acquire(timeout=PATIENCE_S)
-        super().scatter(source, block_id, layer)
+        super().scatter(payloads, block_ids, layers)
 
 
 def test_a_layer_may_be_read_before_the_next_one_is_there() -> None:
@@ -237,11 +238,11 @@ class BreakingPool(PagedLayers):
 
     read: threading.Event
 
-    def scatter(self, source: np.ndarray, block_id: int, layer: int) -> None:
-        if layer and block_id == 5:
+    def scatter(self, payloads: Sequence[np.ndarray], block_ids: Sequence[Place], layers: range) -> None:
+        if layers.start and 5 in block_ids:
             assert self.read.wait(PATIENCE_S)
             raise RuntimeError("a layer is gone")
-        super().scatter(source, block_id, layer)
+        super().scatter(payloads, block_ids, layers)
 
 
 def test_a_layer_that_fails_behind_one_that_was_computed_fails_all_requests_of_the_step_and_holds_none_up() -> None:

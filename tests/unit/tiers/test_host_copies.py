@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_cuda import host_copies, native_build
-from kvstore_cuda.host_copies import HASHED_MIN_BYTES, PAST_CACHES_BYTES, copy_array, native
+from kvstore_cuda.host_copies import (
+    HASHED_MIN_BYTES,
+    PAST_CACHES_BYTES,
+    address_of,
+    copy_array,
+    copy_runs,
+    native,
+)
 from kvstore_cuda.native_library import NativeLibrary
 from kvstore_proto.arena import HEADER_BYTES, Bytes, slot_bytes
 from kvstore_tiers.base import Outcome, Slot
@@ -74,6 +81,30 @@ def test_a_hash_of_bytes_that_come_in_pieces(library: ct.CDLL, stripes: list[int
 def test_a_copy_refuses_what_does_not_fit(library: ct.CDLL) -> None:
     with pytest.raises(ValueError, match="broadcast"):
         copy_array(np.zeros(PAST_CACHES_BYTES, np.uint8), np.zeros(PAST_CACHES_BYTES + 1, np.uint8))
+
+
+@given(nbytes=st.sampled_from([1, 511, 512, 4096, 20_000]), count=st.integers(0, 20), shift=st.integers(0, 70))
+def test_runs_of_equal_length(nbytes: int, count: int, shift: int, library: ct.CDLL) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, (count, nbytes + 7), np.uint8)
+    stride = nbytes + 70
+    order = np.random.default_rng(count).permutation(count)
+    for found in (library, None):
+        around = np.zeros((count, stride), np.uint8)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(native, "library", found)
+            copy_runs(
+                address_of(around) + shift + order * stride,
+                address_of(source) + np.arange(count) * source.strides[0],
+                nbytes,
+            )
+        written = around[order]
+        assert np.array_equal(written[:, shift : shift + nbytes], source[:, :nbytes])
+        assert not written[:, :shift].any() and not written[:, shift + nbytes :].any(), "nothing beside it is written"
+
+
+def test_runs_without_a_source_each_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 targets for 1 sources"):
+        copy_runs(np.zeros(2, np.int64), np.zeros(1, np.int64), 1)
 
 
 @pytest.mark.parametrize("payload_bytes", [HASHED_MIN_BYTES, 4096, 12_000, 3 * 2**20 + 4096])
