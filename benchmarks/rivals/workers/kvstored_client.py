@@ -4,7 +4,7 @@
 
 Paged K/V memory is plain arrays of an engine's shape, (2, pages, 16 tokens, 8 heads, 64) float16 for each layer. A
 store gathers pages straight into staging, by functions handed to `put`; a retrieve leases and scatters out of arenas.
-The copies are those of the connector for vLLM.
+The connector for vLLM does the copies.
 """
 
 from __future__ import annotations
