@@ -32,7 +32,7 @@ from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_client.daemon_session import PREFAULT_THREAD
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
-READY_TIMEOUT_S = 60.0  # a machine that is short of time is no failure
+READY_TIMEOUT_S = 240.0  # a machine that is short of time is no failure
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
 MIB = 1 << 20
