@@ -137,7 +137,7 @@ def made(state: Path, blocks: int) -> Store:
         store.probes.extend(_probe_keys(daemon))
     started = time.monotonic()
     chains = np.frombuffer(secrets.token_bytes(store.blocks * 16), "<u8").reshape(-1, CHAIN_BLOCKS, 2).copy()
-    step = len(chains) // PROBES
+    step = (len(chains) // PROBES - 1) | 1  # odd: as many of them are scattered as of all
     for number, keys in enumerate(store.probes):
         chains[number * step] = np.frombuffer(keys.packed, "<u8").reshape(-1, 2)
     _write(store.nvme, chains)
