@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,13 @@ from kvstore_client import Fingerprint, LayerGroup, Session
 from kvstore_client.daemon_session import PREFAULT_THREAD
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
-READY_TIMEOUT_S = 60.0  # a machine that is short of time is no failure
+READY_TIMEOUT_S = 240.0  # a machine that is short of time is no failure
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
 MIB = 1 << 20
 BLOCK_TOKENS = 64
 LAYERS = 4
+KVSTORED = ("-m", "kvstored")
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -113,17 +114,20 @@ def wait_mapped(timeout_s: float = 180.0) -> None:
 
 
 @contextmanager
-def bench_daemon(*settings: str, state_dir: Path | None = None, config: str = "") -> Iterator[BenchDaemon]:
+def bench_daemon(
+    *settings: str, state_dir: Path | None = None, config: str = "", program: Sequence[str] = KVSTORED
+) -> Iterator[BenchDaemon]:
     """A daemon with `--set` arguments, stopped at the end. Its log is shown when it does not start.
 
-    With `state_dir` it finds, and leaves, what is there; else it starts empty. `config` is the text of its file.
+    With `state_dir` it finds, and leaves, what is there; else it starts empty. `config` is the text of its file,
+    `program` are the interpreter's arguments that say what it runs.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
         directory = Path(name)
         with (directory / "log").open("wb") as log, _listener(directory / "notify") as listener:
             environment = {**os.environ, **_byte_code(), "NOTIFY_SOCKET": str(directory / "notify")}
             started = time.perf_counter()
-            command = _command(directory, state_dir or directory / "state", settings)
+            command = _command(program, directory, state_dir or directory / "state", settings)
             if config:
                 (directory / "kvstored.toml").write_text(config)
                 command += ["--config", str(directory / "kvstored.toml")]
@@ -154,10 +158,10 @@ def _byte_code() -> dict[str, str]:
     return {"PYTHONPYCACHEPREFIX": place.name, "PYTHONDONTWRITEBYTECODE": ""}
 
 
-def _command(directory: Path, state_dir: Path, settings: tuple[str, ...]) -> list[str]:
+def _command(program: Sequence[str], directory: Path, state_dir: Path, settings: tuple[str, ...]) -> list[str]:
     chosen = [argument for setting in settings for argument in ("--set", setting)]
     places = ["--socket-dir", str(directory / "run"), "--state-dir", str(state_dir)]
-    return [sys.executable, "-m", "kvstored", "serve", *places, *chosen]
+    return [sys.executable, *program, "serve", *places, *chosen]
 
 
 @contextmanager

@@ -277,6 +277,12 @@ def test_nothing_is_left_of_it(directory: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+def test_memory_of_verdicts_is_free_once_they_are_taken(directory: Path) -> None:
+    ahead = done(directory)
+    with open(os.dup(ahead._memory), "rb") as memory, opened(directory, ahead) as tier:
+        assert (os.fstat(memory.fileno()).st_blocks, recovered_numbers(tier)) == (0, set(BLOCKS))
+
+
 def test_a_slab_that_changed_meanwhile_is_read_anew(directory: Path, read_here: list[int]) -> None:
     ahead = done(directory)
     with opened(directory) as tier:

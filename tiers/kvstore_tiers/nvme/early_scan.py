@@ -30,6 +30,7 @@ LEAST_BYTES = 8 << 20  # of records: scanning fewer takes less time than startin
 _PROGRAM = "kvstore_tiers.nvme.early_scan_process"
 _SILENCE_S = 10.0  # between two reports; a scan that is silent for longer hangs, and is given up
 _REAP_S, _REAPS = 0.01, 100
+SHARED = mmap.MAP_SHARED | mmap.MAP_POPULATE  # one call for all pages, not a fault for each
 _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
@@ -127,8 +128,8 @@ class EarlyRecordScan:
                 yield SlabReport.of(line)
 
     def memory_of(self, report: SlabReport) -> mmap.mmap:
-        """Return a read-only mapping of the shared memory with the arrays of the slab in `report`."""
-        return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
+        """Return a mapping of the shared memory with the arrays of the slab in `report`."""
+        return mmap.mmap(self._memory, report.nbytes, flags=SHARED, offset=report.begin)
 
     def close(self) -> None:
         """End the scanning process and free its memory, except what the caller still has mapped. A second call does

@@ -170,7 +170,8 @@ class _Scan:
                 slots
             ):
                 return
-            columns = SharedColumns.within(ahead.memory_of(report), slots)
+            memory = ahead.memory_of(report)
+            columns = SharedColumns.within(memory, slots)
             if columns.superblock.tobytes() != slab.superblock.pack():
                 return
             live = self._room_of(position).part(slice(report.live))
@@ -186,6 +187,7 @@ class _Scan:
                 report.truncated,
                 set(report.withdrawn),
             )
+            memory.madvise(mmap.MADV_REMOVE)  # the scan gets these pages again, in place of new ones
 
 
 class _Piece(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_cuda.host_copies import load_if_compiled
-from kvstore_tiers.nvme.early_scan import SlabReport
+from kvstore_tiers.nvme.early_scan import SHARED, SlabReport
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
 from kvstore_tiers.nvme.region_reader import RecordRegion, whole_pages
@@ -97,7 +97,7 @@ class SlabScanner:
         begin, nbytes = self._end, SharedColumns.nbytes(slots)
         self._end += nbytes
         os.ftruncate(self._memory, self._end)
-        columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, offset=begin), slots)
+        columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, flags=SHARED, offset=begin), slots)
         columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
         origins = Origins()
         judge = Judge(superblock, region.stamp.length_bytes, self._checksums, origins)
