@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers may wait for ever in a fork; what tests fork uses no gRPC
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else torch's threads spin on processors that other tests need
 
 import gc
 import subprocess
