@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers may wait for ever in a fork; what tests fork uses no gRPC
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else torch's threads spin on processors that other tests need
 
+import gc
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +35,31 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     settings.load_profile("shared-machine")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a share of the test files first, where several processes run all tests: each collects all files, and what
+    one has compiled, assertions included, the others only read.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        before = {*sys.modules}
+        try:
+            _ = pytest.Module.from_parent(session, path=path).obj
+        except (pytest.skip.Exception, pytest.Collector.CollectError, ImportError):  # collecting says why
+            for name in {*sys.modules} - before:
+                if getattr(sys.modules[name], "__file__", None) == str(path):
+                    del sys.modules[name]
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what lives as long as the run: a million objects of thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,7 +55,7 @@ class _Engines:
             self.config, self._tokenizer = ModelConfig.from_gguf(file), Tokenizer.from_metadata(file.metadata)
 
     def executor(self, selection: PageSelection | None, blocks: int = CONTEXT // 16) -> StepExecutor:
-        sizes = StepSizes(threads=2, max_tokens_per_step=CONTEXT, max_sequences=4, max_context=CONTEXT)
+        sizes = StepSizes(threads=1, max_tokens_per_step=CONTEXT, max_sequences=4, max_context=CONTEXT)
         setup = PoolSetup(blocks, 16, "f16", selection=selection)
         opened = open_executor(GGUFFile.open(self._path), DeviceName.parse("cpu"), setup, sizes)
         return self._stack.enter_context(opened)

@@ -2,8 +2,9 @@
 
 Owns one such process a program, which ends with the tests' own, and the handing over: what is forked is a child of the
 tests' process and runs as `python -m PROGRAM` would; nothing of it has run before the fork.
-Never does: stand in for any part of a program. That the commands themselves start is proved by those tests that start
-them as a user does (`RunningDaemon(as_a_command=True)`, the wheel's tests, the examples').
+Never does: stand in for any part of a program. That the commands themselves start, and a daemon's process of small
+state, is proved by those tests that start them as a user does (`RunningDaemon(as_a_command=True)`, the wheel's tests,
+the examples').
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 PROGRAMS = {
@@ -35,6 +38,7 @@ PROGRAMS = {
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ORDER = 1 << 18
 _MOST_DESCRIPTORS = 8
+_MOST_OPEN = 1 << 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -168,6 +172,8 @@ def _take_over(environment: Mapping[str, str], directory: str, descriptors: list
 def _main(program: str, connection: socket.socket) -> None:
     for module in PROGRAMS[program]:
         importlib.import_module(module)
+    if program == "kvstored":
+        importlib.import_module("kvstore_predictor.prior").shipped()  # the same in each daemon, and kept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
     arguments = _serve(connection)
     if arguments is None:
@@ -176,8 +182,42 @@ def _main(program: str, connection: socket.socket) -> None:
     failpoints = sys.modules.get("kvstore_tiers.failpoints")
     if failpoints is not None:  # read from the environment when it was imported
         failpoints.arm(os.environ.get(failpoints.ENVIRONMENT, ""))
+    if program == "kvstored":
+        _fork_its_state_process()
     sys.argv[1:] = arguments
     runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _fork_its_state_process() -> None:
+    """Have the daemon fork the first process of its small state, whose modules it has: no thread runs that early. What
+    is started after that one died is a command, as in a daemon of a user."""
+    state = importlib.import_module("kvstored.state.process")
+
+    def fork(
+        command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], stdin: int
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
+        state.subprocess = subprocess  # type: ignore[attr-defined]
+        if threading.active_count() > 1:
+            return subprocess.Popen(command, pass_fds=pass_fds, env=env, stdin=stdin)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if pid := os.fork():
+            return ForkedProcess(pid)
+        ended = 1
+        try:
+            unread = os.open(os.devnull, os.O_RDONLY)
+            _take_over(env, os.getcwd(), [unread, 1, 2, *pass_fds], [0, 1, 2, *pass_fds])
+            os.closerange(max(pass_fds) + 1, _MOST_OPEN)
+            sys.argv[1:] = command[command.index("-m") + 2 :]
+            runpy.run_module("kvstored.state.worker", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            ended = int(end.code or 0)
+        finally:
+            os._exit(ended)
+
+    state.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=fork, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
 
 
 if __name__ == "__main__":

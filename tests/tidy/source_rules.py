@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 MAX_FILE_LINES = 400  # of a test: MAX_TEST_LINES
 MAX_TEST_LINES = 600
@@ -93,7 +94,7 @@ def long_functions(tree: ast.Module) -> list[str]:
 def relative_imports(tree: ast.Module) -> list[str]:
     return [
         f"line {node.lineno}: relative import"
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.ImportFrom) and node.level
     ]
 
@@ -121,30 +122,39 @@ def memoryview_copies(tree: ast.Module) -> list[str]:
     grown = True
     while grown:
         before = len(views)
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             views.update(_bound_views(node, views))
         grown = len(views) > before
     return [
         f"line {node.lineno}: {ast.unparse(target)} = … copies with the GIL held"
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, (ast.Assign, ast.AugAssign))
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and _is_view(target.value, views)
     ]
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each docstring, the text in one line."""
-    for node in ast.walk(tree):
+@lru_cache(maxsize=1)
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return every node of `tree`, for rule after rule."""
+    return [*ast.walk(tree)]
+
+
+@lru_cache(maxsize=1)
+def _docstrings(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return the place and the text of each docstring, the text in one line."""
+    found = []
+    for node in _nodes(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if text := ast.get_docstring(node):
             place = "module" if isinstance(node, ast.Module) else f"line {node.lineno}, {node.name}"
-            yield place, " ".join(text.split())
+            found.append((place, " ".join(text.split())))
+    return found
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in _nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
