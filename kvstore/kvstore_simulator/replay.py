@@ -246,8 +246,8 @@ class Replay:
                         self._bypassed += 1
                     break
             filling.append(self._begin(keys, depth, tenant, now_ns))
-        for row in filling:
-            residency.publish(row, TIER, now_ns)
+        if filling:
+            residency.publish_run(filling, TIER, now_ns)
         self._stored += len(filling)
         for first in range(0, len(filling), _PART_BLOCKS):
             residency.touch_run(filling[first : first + _PART_BLOCKS], now_ns)

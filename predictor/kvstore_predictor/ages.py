@@ -1,11 +1,4 @@
-"""Chances of return by age: age bins, ranks, chances within a time ahead, estimates from few chains, and the effect of
-hints.
-
-A rank is the highest number of uses per second that a block is held. For a chain of age a and a horizon k, the chance
-of its return by then is S(a) - S(k), and the time it would be held is the integral of S from a to k; the rank is the
-best ratio over all horizons (Gittins, JRSS B 41, 1979; as "hits per space-time" in LHD: Beckmann, Chen, Cidon, NSDI
-2018). So a chain just used, whose return is sure but half a minute away, outranks one that could return this second but
-probably never does.
+"""Chances of return by age: age bins, chances within a time ahead, and the effect of hints.
 
 Within an age bin the chance is spread evenly; after the last bin nothing returns. The module owns the counts about
 hints, by value and age bin. It knows no chains.
@@ -15,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +21,6 @@ BINS = 24
 _FIRST_S, _RATIO = 0.75, 1.42
 EDGES_S: Floats = np.concatenate([[0.0], _FIRST_S * _RATIO ** np.arange(BINS - 1)])  # where each bin begins
 WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
-_IS_LATER = np.tril(np.ones((BINS, BINS)))[:, None, :]  # horizon at the end of bin k >= a, bin a
 _LEAN_S = 10.0
 _INNER_EDGES = EDGES_S[1:]
 _NARROW = 12  # bins
@@ -79,26 +70,6 @@ def leaning(ages_s: Floats, lean: float) -> Floats:
     return found
 
 
-def ranks(hazards: Floats) -> Floats:
-    """Return the rank of chains at the start of each age bin, in uses a second: the highest rate of uses that keeping
-    the chain for some further time brings. Each row of `hazards` has for one class of chains the chance of a use in
-    each age bin, given no use before.
-    """
-    rows = len(hazards)
-    survival = np.ones((rows, BINS + 1))
-    np.cumprod(1.0 - hazards, axis=1, out=survival[:, 1:])
-    held = np.zeros((rows, BINS + 1))
-    np.cumsum(survival[:, :-1] * WIDTHS_S * (1.0 - 0.5 * hazards), axis=1, out=held[:, 1:])
-    returns, seconds = np.empty((2, BINS, rows, BINS))  # horizons first: their maximum goes through whole rows
-    np.subtract(survival[:, :-1], survival.T[1:, :, None], out=returns)
-    np.subtract(held.T[1:, :, None], held[:, :-1], out=seconds)
-    np.maximum(seconds, 1e-12, out=seconds)
-    np.divide(returns, seconds, out=returns)
-    returns *= _IS_LATER
-    best: Floats = returns.max(axis=0)
-    return best
-
-
 END_S = float(EDGES_S[-1] + WIDTHS_S[-1])
 
 
@@ -140,30 +111,6 @@ def age_of(table: Floats, rows: Ints, reached: Floats) -> Floats:
     share = np.clip((reached - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
     found: Floats = EDGES_S[bins] + share * WIDTHS_S[bins]
     return found
-
-
-FLAT: Final[Floats] = np.clip(0.02 * WIDTHS_S / (5 + EDGES_S), 1e-5, 0.05)  # before anything is known
-SHRINK_FIRST, SHRINK = 15.0, 30.0  # exposures, at the root and below
-_RETURNS = 1.0
-
-
-def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
-    """Return the chance of a return in each age bin, from the counts of several classes of chains, from a coarse class
-    to a fine one. `exposed` and `events` have a row for each class: the chains that could return, and the returns. One
-    chain counts `gain`.
-
-    The estimate of each class starts from the coarser class, and follows the class's own counts as they grow. Enough
-    returns must be predicted too: one return in a narrow bin is chance, however many chains were exposed.
-    """
-    first = gain * SHRINK_FIRST
-    estimate: Floats = (events[0] + first * FLAT) / (exposed[0] + first)
-    for own, returned in zip(exposed[1:], events[1:], strict=True):
-        weight = np.maximum(gain * _RETURNS / estimate, gain * SHRINK)
-        estimate *= weight
-        estimate += returned
-        weight += own
-        estimate /= weight
-    return estimate
 
 
 _WEIGHT = 20.0  # returns that it takes for what was seen to count as much as the meaning,

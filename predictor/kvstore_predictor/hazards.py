@@ -23,13 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
+from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of
 from kvstore_predictor.base import Piece, State, untouched
+from kvstore_predictor.estimates import LEAST, MOST, estimated, ranks
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
-LEAST, MOST = 1e-7, 0.999
 TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
 EVIDENCE_DECAY = 2.0
 _BEHIND_MAX = 120.0  # how far a ladder falls behind the best: when the workload changes it has to catch up
@@ -373,7 +373,7 @@ class HazardTables:
         waiting = set(self._asked)
         asked = [at for at, cell in enumerate(cells) if cell in waiting] if waiting else ()
         if asked:
-            mixed[asked] = np.matmul(self.weights(), self._estimated(np.asarray(cells)[asked]))
+            _, mixed[asked] = self._estimated(np.asarray(cells)[asked], self.weights())
         if hints.any():
             (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
             mixed = np.clip(mixed * chances[chance] * next_steps[next_step], LEAST, MOST)
@@ -383,18 +383,15 @@ class HazardTables:
         """Return the rank (uses a second) of a chain of the class `cell` that was used just now."""
         return float(self._ranks[cell, 0])
 
-    def _estimated(self, cells: Ints | Sequence[int]) -> Floats:
-        """Return the hazards of `cells` by ladder and age bin, as the counts are now."""
+    def _estimated(self, cells: Ints | Sequence[int], weights: Floats) -> tuple[Floats, Floats]:
+        """Return the hazards of `cells` as the counts are now: by ladder and age bin, and by age bin, with the ladders
+        mixed by their `weights`."""
         self._counts[0] = 0.0
-        counts = self._counts.reshape(-1, BINS)
-        nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
-        estimate = shrunk(counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0), self._gain)
-        return np.minimum(np.maximum(estimate, LEAST), MOST, out=estimate)
+        return estimated(self._counts, self._paths[cells], self._gain, weights)
 
     def _make(self, cells: Sequence[int]) -> None:
-        self._estimates[cells] = estimate = self._estimated(cells)
         weights = self.weights()
+        self._estimates[cells], self._mixed[cells] = self._estimated(cells, weights)
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
-        self._mixed[cells] = np.matmul(weights, estimate)
         if self._is_ranked:
             self._ranks[cells] = ranks(self.hazards(cells))

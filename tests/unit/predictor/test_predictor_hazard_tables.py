@@ -16,11 +16,11 @@ from kvstore_predictor.ages import (
     passed,
     passed_by,
     places_of,
-    ranks,
-    shrunk,
 )
+from kvstore_predictor.estimates import estimated, native, ranks, shrunk
 from kvstore_predictor.features import Features, continued
 from kvstore_predictor.hazards import HazardTables, Ladder
+from tests.reference.skips import skip_without_compiler
 
 
 def cell_features(turn: int) -> Features:
@@ -154,3 +154,23 @@ def test_ages_alone_are_forgotten_faster() -> None:
     tables.renew(0.99)
     slow, fast = (ladder.counts[()][0][0] for ladder in tables.counts())
     assert slow == pytest.approx(0.99) and fast == pytest.approx(0.99**10)
+
+
+@pytest.mark.parametrize("classes", [1, 7, 64])
+@pytest.mark.parametrize("gain", [1.0, 1.37, 1e6])
+def test_compiled_estimates_are_numpys_to_the_bit(classes: int, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_compiler()
+    assert native.wait() is not None
+    chance = np.random.default_rng(classes)
+    counts = chance.exponential(3.0 * gain, (60, 2, BINS)) * (chance.random((60, 2, BINS)) < 0.5)
+    counts[0] = 0.0  # the void node, which stands for what a ladder lacks
+    paths = chance.integers(0, 60, (classes, 5, 6))
+    weights = chance.dirichlet(np.ones(5))
+
+    def made() -> list[bytes]:
+        by_ladder, mixed = estimated(counts, paths, gain, weights)
+        return [found.tobytes() for found in (by_ladder, mixed, np.abs(ranks(mixed)), np.abs(ranks(mixed[::2])))]
+
+    compiled = made()
+    monkeypatch.setattr(native, "library", None)
+    assert made() == compiled

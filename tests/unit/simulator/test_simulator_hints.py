@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -129,6 +131,21 @@ def test_a_recorded_prompt_reaches_the_policy_in_either_order() -> None:
         replay.run()
         book = replay.policy.follower.book  # type: ignore[attr-defined]
         assert book.chains.tokens[:2].tolist() == [150, -1]
+
+
+def test_blocks_of_a_recorded_put_reach_the_policy_together_as_in_the_daemon() -> None:
+    builder = TraceBuilder("t", "kvstored", 64)
+    builder.add(0, ["a", "b", "c"], op=Op.PUT)
+    replay = Replay(builder.build(), ReplaySettings("lru", 8))
+    inserted, received = replay.policy.inserted, list[int]()
+
+    def note(rows: Sequence[int], now_ns: int) -> None:
+        received.append(len(rows))
+        inserted(rows, now_ns)
+
+    replay.policy.inserted = note  # type: ignore[method-assign]
+    replay.run()
+    assert received == [3] and len(replay.policy) == 3
 
 
 def test_a_recorded_answer_reaches_the_policys_classes() -> None:
