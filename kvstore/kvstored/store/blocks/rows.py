@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -183,11 +185,22 @@ class RowColumns:
             last = row
         return found
 
-    def still_there(self, tokens: Iterable[int]) -> list[int]:
-        """Return the rows that `tokens` name, without those whose blocks are gone."""
-        generation, keys, mask, capacity = self.generation, self.keys, self.mask, self.capacity
-        found = []
-        for token in tokens:
+    def run_of(self, rows: list[int]) -> RowRun:
+        """Return `rows`, live ones, as a run whose blocks it can tell from later ones."""
+        run = RowRun(rows)
+        run.generations = run.of(self.generation)
+        return run
+
+    def still_there(self, named: Sequence[int] | RowRun) -> list[int]:
+        """Return the rows that `named` (tokens, or a run of `run_of`) names, without those whose blocks are gone."""
+        generation = self.generation
+        if isinstance(named, RowRun):
+            if named.of(generation) == named.generations:
+                return named.rows
+            made = zip(named.rows, named.generations, strict=True)
+            return [row for row, first in made if generation[row] == first]
+        keys, mask, capacity, found = self.keys, self.mask, self.capacity, []
+        for token in named:
             row = token & _ROW_MASK
             if row < capacity and generation[row] == token >> ROW_BITS and (keys[row] is not None or mask[row]):
                 found.append(row)
@@ -244,6 +257,57 @@ def grown(column: array[int], more: int, *, are_filled: bool = False) -> array[i
     if not are_filled:
         heap.release_zeros(column, 0)
     return column
+
+
+class RowRun:
+    """Rows of the table, `rows`, that are read together. `of` returns their values in a column: a slice of it where
+    they follow one another, as those of blocks that were stored together do. `span` is that slice, else None.
+    `generations` are set by `RowColumns.run_of`.
+    """
+
+    __slots__ = ("generations", "of", "rows", "span")
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows, self.span = rows, span_of(rows)
+        self.of: Callable[[Any], Sequence[int]] = itemgetter(*rows) if self.span is None else itemgetter(self.span)
+        self.generations: Sequence[int] = ()
+
+
+def span_of(rows: Sequence[int]) -> slice | None:
+    """Return the slice of a column that is `rows` in their order, or None if they do not follow one another."""
+    first, end = (rows[0], rows[0] + len(rows)) if rows else (0, 0)
+    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and list(rows) != list(range(first, end)))):
+        return None
+    return slice(first, end)
+
+
+class SlotRun(Sequence[Slot]):
+    """A sequence of slots, kept in columns: `containers`, `offsets`, sizes (`nbytes`) and `generations`."""
+
+    __slots__ = ("containers", "generations", "nbytes", "offsets")
+
+    def __init__(
+        self, containers: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int], generations: Sequence[int]
+    ) -> None:
+        self.containers, self.offsets, self.nbytes, self.generations = containers, offsets, nbytes, generations
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> SlotRun:
+        """Return `slots` in columns."""
+        return slots if isinstance(slots, cls) else cls(*zip(*slots, strict=True)) if slots else cls((), (), (), ())
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[Slot]:
+        columns = zip(self.containers, self.offsets, self.nbytes, self.generations, strict=True)
+        return map(_new_slot, repeat(Slot), columns)
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 class TierCopies:
@@ -340,6 +404,11 @@ class TierCopies:
         if self.optional.used:
             self.optional.reset(rows)
         return taken
+
+    def slots(self, run: RowRun) -> SlotRun:
+        """Return the slot of each row of `run`, which has a copy."""
+        of = run.of
+        return SlotRun(of(self.container), of(self.offset), of(self.nbytes), of(self.generation))
 
     def slot(self, row: int) -> Slot:
         return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])
