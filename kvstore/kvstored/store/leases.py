@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_tiers.base import Slot
-from kvstored.store.blocks.rows import RowRun
+from kvstored.store.blocks.runs import RowRun
 
 Place = tuple[int, int]  # container and offset: a slot without its generation
 Named = Sequence[int] | RowRun  # blocks, by their tokens or as a run of rows
@@ -75,7 +75,7 @@ class LeaseTable:
         self._of_session: dict[int, set[int]] = {}
         self._due: OrderedDict[int, GrantedLease] = OrderedDict()  # those that live, by expiry
         self._readers: dict[Place, int] = {}
-        self._uncounted: dict[int, GrantedLease] = {}  # those whose readers nobody has asked for
+        self._uncounted: dict[int, GrantedLease] = {}  # those whose slots are not in `_readers` yet
         self._limbo: dict[Place, tuple[Slot, int]] = {}
         self._limbo_bytes: dict[int, int] = {}
         self._last_id = 0

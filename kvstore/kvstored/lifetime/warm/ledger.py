@@ -34,7 +34,7 @@ from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.arena import VERSION as HEADER_VERSION
 from kvstore_tiers.arena import ArenaRecord
 from kvstore_tiers.base import Slot
-from kvstored.store.blocks.rows import SlotRun
+from kvstored.store.blocks.runs import SlotRun
 
 MAGIC = b"KVLEDGER"
 VERSION = 2

@@ -174,10 +174,9 @@ class Verbs:
         return KVStoreError(ErrorKind.THROTTLED, message, 10)
 
     def _reply(self, session: ClientSession, request: pb.Acquire, held: Acquired) -> pb.Response:
-        response = pb.Response()
+        response = pb.Response(acquire=pb.AcquireReply(resident_blocks=held.resident_blocks, load_us=held.load_us))
         reply = response.acquire
-        reply.SetInParent()
-        reply.blocks, reply.resident_blocks, reply.load_us = held.blocks, held.resident_blocks, held.load_us
+        reply.blocks = held.blocks
         if held.cause is not None:
             keys = request.set.keys
             missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
@@ -190,15 +189,12 @@ class Verbs:
 
     def _enter(self, run: GrantedRun, reply: pb.AcquireReply) -> None:
         """Enter a lease into a reply."""
-        reply.blocks = len(run.slots)
-        reply.lease_id = run.lease_id
-        reply.expires_in_ms = run.expires_in_ms
+        reply.blocks, reply.lease_id, reply.expires_in_ms = len(run.slots), run.lease_id, run.expires_in_ms
         reply.arena_ids.extend(run.slots.containers)
         reply.offsets.extend(run.slots.offsets)
         reply.generations.extend(run.slots.generations)
         reply.payload_bytes.extend(run.blocks.of(self._residency.rows.payload_bytes))
-        reply.promoted_blocks = run.promoted.total()
-        reply.promoted_bytes = run.promoted_bytes
+        reply.promoted_blocks, reply.promoted_bytes = run.promoted.total(), run.promoted_bytes
 
     def _released(self, session: ClientSession, request: pb.Release) -> pb.ReleaseReply:
         return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
@@ -239,9 +235,8 @@ class Verbs:
         return any(question is not None for question in asked)
 
     def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.Response:
-        response = pb.Response()
+        response = pb.Response(lookup=pb.LookupReply())
         reply = response.lookup
-        reply.SetInParent()
         found = [self._look_up_set(session, key_set, reply.sets.add()) for key_set in request.sets]
         if any(each.cause is not None for each in found):
             self._note_missing(session, request.sets, found)

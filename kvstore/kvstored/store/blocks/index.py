@@ -28,7 +28,7 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks.arrival import Arrival
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.removal import Removal
-from kvstored.store.blocks.rows import RowRun, span_of
+from kvstored.store.blocks.runs import RowRun, span_of
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import ALL_TIERS, MEMBERS, NO_TIERS, TierSet

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import repeat
-from operator import itemgetter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstore_tiers import heap
 from kvstore_tiers.base import Slot
 from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, OptionalColumns
+from kvstored.store.blocks.runs import RowRun, SlotRun
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
@@ -186,7 +185,7 @@ class RowColumns:
         return found
 
     def run_of(self, rows: list[int]) -> RowRun:
-        """Return `rows`, live ones, as a run whose blocks it can tell from later ones."""
+        """Return `rows`, live ones, as a run; `still_there` knows its blocks from later ones."""
         run = RowRun(rows)
         run.generations = run.of(self.generation)
         return run
@@ -257,57 +256,6 @@ def grown(column: array[int], more: int, *, are_filled: bool = False) -> array[i
     if not are_filled:
         heap.release_zeros(column, 0)
     return column
-
-
-class RowRun:
-    """Rows of the table, `rows`, that are read together. `of` returns their values in a column: a slice of it where
-    they follow one another, as those of blocks that were stored together do. `span` is that slice, else None.
-    `generations` are set by `RowColumns.run_of`.
-    """
-
-    __slots__ = ("generations", "of", "rows", "span")
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows, self.span = rows, span_of(rows)
-        self.of: Callable[[Any], Sequence[int]] = itemgetter(*rows) if self.span is None else itemgetter(self.span)
-        self.generations: Sequence[int] = ()
-
-
-def span_of(rows: Sequence[int]) -> slice | None:
-    """Return the slice of a column that is `rows` in their order, or None if they do not follow one another."""
-    first, end = (rows[0], rows[0] + len(rows)) if rows else (0, 0)
-    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and list(rows) != list(range(first, end)))):
-        return None
-    return slice(first, end)
-
-
-class SlotRun(Sequence[Slot]):
-    """A sequence of slots, kept in columns: `containers`, `offsets`, sizes (`nbytes`) and `generations`."""
-
-    __slots__ = ("containers", "generations", "nbytes", "offsets")
-
-    def __init__(
-        self, containers: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int], generations: Sequence[int]
-    ) -> None:
-        self.containers, self.offsets, self.nbytes, self.generations = containers, offsets, nbytes, generations
-
-    @classmethod
-    def of(cls, slots: Sequence[Slot]) -> SlotRun:
-        """Return `slots` in columns."""
-        return slots if isinstance(slots, cls) else cls(*zip(*slots, strict=True)) if slots else cls((), (), (), ())
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __iter__(self) -> Iterator[Slot]:
-        columns = zip(self.containers, self.offsets, self.nbytes, self.generations, strict=True)
-        return map(_new_slot, repeat(Slot), columns)
-
-    def __getitem__(self, at: Any) -> Any:
-        return list(self)[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 class TierCopies:

@@ -19,7 +19,8 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
-from kvstored.store.blocks.rows import RowColumns, RowRun, SlotRun, TierCopies, as_array
+from kvstored.store.blocks.rows import RowColumns, TierCopies, as_array
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member

@@ -16,7 +16,7 @@ from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.rows import RowRun, SlotRun
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
 from kvstored.store.operations.loading import Loading

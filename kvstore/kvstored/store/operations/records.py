@@ -15,7 +15,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_tiers.image import Slot
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks.rows import RowRun, SlotRun
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import RequestContext
 from kvstored.tier_set import NO_TIERS, TierSet

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.store.blocks.rows import RowColumns, span_of
+from kvstored.store.blocks.rows import RowColumns
+from kvstored.store.blocks.runs import span_of
 
 FAN_BITS = 3
 FAN_MAX = 2**FAN_BITS - 1
