@@ -48,7 +48,7 @@ _PROGRESS_EVERY = 512  # requests
 _EXPIRED_AT_ONCE = 64
 _TICK_NS = 1_000_000_000  # between two looks for what has expired, while no request comes;
 _TICKS_MAX = 64  # and no more looks than this between two requests
-_PART_BLOCKS = 32  # of a put are published together
+_PART_BLOCKS = 64  # of a put are published together
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,15 @@ next to expire is found at once.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_tiers.base import Slot
+from kvstored.store.blocks.runs import RowRun
 
 Place = tuple[int, int]  # container and offset: a slot without its generation
+Named = Sequence[int] | RowRun  # blocks, by their tokens or as a run of rows
 
 
 @dataclass(slots=True)
@@ -28,8 +30,8 @@ class GrantedLease:
     lease_id: int
     session_id: int
     tenant: int
-    tokens: list[int]
-    slots: list[Slot]
+    tokens: Named
+    slots: Sequence[Slot]
     expires_ns: int
     expired: bool = False
     continues: bool = False
@@ -54,7 +56,7 @@ class LeaseTable:
 
     def __init__(
         self,
-        unpin: Callable[[Iterable[int]], None],
+        unpin: Callable[[Named], None],
         free_slot: Callable[[Slot], None],
         mark_retired: Callable[[Slot], None] = lambda slot: None,
         *,
@@ -73,6 +75,7 @@ class LeaseTable:
         self._of_session: dict[int, set[int]] = {}
         self._due: OrderedDict[int, GrantedLease] = OrderedDict()  # those that live, by expiry
         self._readers: dict[Place, int] = {}
+        self._uncounted: dict[int, GrantedLease] = {}  # those whose slots are not in `_readers` yet
         self._limbo: dict[Place, tuple[Slot, int]] = {}
         self._limbo_bytes: dict[int, int] = {}
         self._last_id = 0
@@ -100,8 +103,8 @@ class LeaseTable:
         self,
         session_id: int,
         tenant: int,
-        tokens: list[int],
-        slots: list[Slot],
+        tokens: Named,
+        slots: Sequence[Slot],
         expires_ns: int,
         *,
         continues: bool = False,
@@ -138,16 +141,22 @@ class LeaseTable:
         return all(self._leases[lease_id].tenant == tenant for lease_id in self._of_session.get(session_id, ()))
 
     def _hold(self, lease: GrantedLease) -> GrantedLease:
-        session_id, slots = lease.session_id, lease.slots
+        session_id = lease.session_id
         self._leases[lease.lease_id] = lease
         self._due[lease.lease_id] = lease
         self._of_session.setdefault(session_id, set()).add(lease.lease_id)
         self._counted[session_id] += not lease.continues
-        readers = self._readers
-        for slot in slots:
-            place = slot[:2]
-            readers[place] = readers.get(place, 0) + 1
+        self._uncounted[lease.lease_id] = lease  # as a rule it ends before a slot of its blocks is taken from them
         return lease
+
+    def _count_readers(self) -> None:
+        """Count the readers of slots by the leases that are new."""
+        readers = self._readers
+        for lease in self._uncounted.values():
+            for slot in lease.slots:
+                place = slot[:2]
+                readers[place] = readers.get(place, 0) + 1
+        self._uncounted.clear()
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
         """Move the expiry of the lease `lease_id` to `expires_ns` (monotonic). Return False if it is gone, has expired,
@@ -190,6 +199,8 @@ class LeaseTable:
         return lapsed
 
     def has_readers(self, slot: Slot) -> bool:
+        if self._uncounted:
+            self._count_readers()
         return (slot.container, slot.offset) in self._readers
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
@@ -200,7 +211,7 @@ class LeaseTable:
     def retire(self, slot: Slot, tenant: int) -> None:
         """Free `slot`, from which a block of `tenant` was removed: at once, or when its last reader is done."""
         place = (slot.container, slot.offset)
-        if place not in self._readers:
+        if not self.has_readers(slot):
             self._free_slot(slot)
             return
         if place in self._limbo:
@@ -219,11 +230,14 @@ class LeaseTable:
 
     def _lapse(self, lease: GrantedLease) -> None:
         """End a lease's life: its rows may be evicted, and it does not count."""
-        del self._due[lease.lease_id]
+        self._end_life(lease)
         lease.expired = True
-        self._unpin(lease.tokens)
         lease.tokens = []
         self._expired.setdefault(lease.session_id, {})[lease.lease_id] = lease
+
+    def _end_life(self, lease: GrantedLease) -> None:
+        del self._due[lease.lease_id]
+        self._unpin(lease.tokens)
         self._counted[lease.session_id] -= not lease.continues
         if not self._counted[lease.session_id]:
             del self._counted[lease.session_id]
@@ -236,14 +250,22 @@ class LeaseTable:
         owned.discard(lease.lease_id)
         if not owned:
             del self._of_session[lease.session_id]
-        if not lease.expired:
-            self._lapse(lease)
-        expired = self._expired[lease.session_id]
-        del expired[lease.lease_id]
-        if not expired:
-            del self._expired[lease.session_id]
+        if lease.expired:
+            expired = self._expired[lease.session_id]
+            del expired[lease.lease_id]
+            if not expired:
+                del self._expired[lease.session_id]
+        else:
+            self._end_life(lease)
+        if self._uncounted.pop(lease.lease_id, None) is None:
+            self._leave(lease.slots)
+
+    def _leave(self, slots: Sequence[Slot]) -> None:
+        """Count one reader less of each of `slots`, and free those in limbo that have none left."""
         readers, limbo = self._readers, self._limbo
-        for slot in lease.slots:
+        if limbo:
+            self._count_readers()
+        for slot in slots:
             place = slot[:2]
             if left := readers[place] - 1:
                 readers[place] = left

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
+from kvstored.store.blocks.runs import SlotRun
 from kvstored.store.policies import create
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 
@@ -143,3 +146,45 @@ def test_unpinning_a_run_names_only_the_block_that_no_other_keeps(monkeypatch: p
     shelf.residency.unpin_run([shelf.residency.token(row) for row in rows])
     assert released == rows[-1:], "a child keeps each of the others"
     assert check(shelf.residency) == []
+
+
+@pytest.mark.parametrize("picked", [range(6), range(1, 2), (0, 2, 3), (3, 2), ()])
+def test_a_run_of_rows_reads_what_each_row_has(picked: Sequence[int]) -> None:
+    shelf = Shelf()
+    rows = shelf.chain(*range(6))
+    here = [rows[at] for at in picked]
+    run, columns = shelf.residency.rows.run_of(here), shelf.residency.rows
+    assert list(run.of(columns.depth)) == [columns.depth[row] for row in here] and run.rows == here
+    slots = shelf.residency.slots(run, 0)
+    assert slots == [shelf.residency.slot(row, 0) for row in here] and len(slots) == len(here)
+    assert SlotRun.of(list(slots)) == slots
+
+
+@pytest.mark.parametrize("picked", [range(4), (0, 3)])
+def test_a_run_names_only_the_blocks_that_are_still_there(picked: Sequence[int]) -> None:
+    shelf = Shelf()
+    rows = shelf.chain(*range(4))
+    run = shelf.residency.rows.run_of([rows[at] for at in picked])
+    assert shelf.residency.rows.still_there(run) == run.rows
+    shelf.residency.remove(rows[3], Cause.EVICTED, 2)
+    assert shelf.residency.rows.still_there(run) == run.rows[:-1]
+    assert shelf.chain(9) == rows[3:], "the row is another block's"
+    assert shelf.residency.rows.still_there(run) == run.rows[:-1]
+
+
+def test_pins_of_several_holders_end_one_by_one() -> None:
+    shelf = Shelf()
+    rows = shelf.chain(*range(4))
+    runs = [shelf.residency.rows.run_of(rows[:end]) for end in (4, 2)]
+    twice = shelf.residency.rows.run_of([rows[3], rows[3]])  # a client may name a block twice
+    for run in (*runs, twice):
+        shelf.residency.pin_run(run.rows)
+    assert [shelf.residency.pin_count(row) for row in rows] == [2, 2, 1, 3]
+    shelf.residency.unpin_run(runs[0])
+    assert [shelf.residency.pin_count(row) for row in rows] == [1, 1, 0, 2]
+    shelf.residency.unpin_run(twice)
+    shelf.residency.unpin_run(runs[1])
+    assert not shelf.residency.pins
+    shelf.residency.pin(rows[0])
+    with pytest.raises(RuntimeError, match="more often"):
+        shelf.residency.unpin_run(runs[1])

@@ -34,6 +34,7 @@ from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.arena import VERSION as HEADER_VERSION
 from kvstore_tiers.arena import ArenaRecord
 from kvstore_tiers.base import Slot
+from kvstored.store.blocks.runs import SlotRun
 
 MAGIC = b"KVLEDGER"
 VERSION = 2
@@ -237,11 +238,13 @@ class Ledger:
         rows = -(-len(slots) // SLOTS_A_ROW)
         if rows > len(free):
             return
-        packed = [container << 32 | offset >> _OFFSET_UNIT for container, offset, _, _ in slots]
+        columns = SlotRun.of(slots)
+        places = zip(columns.containers, columns.offsets, strict=True)
+        packed = array("Q", [container << 32 | offset >> _OFFSET_UNIT for container, offset in places])
         taken = self._rows_of_lease[lease_id] = [free.pop() for _ in range(rows)]
         for position, at in enumerate(taken):
             part = packed[position * SLOTS_A_ROW : (position + 1) * SLOTS_A_ROW]
-            struct.pack_into(f"{len(part)}Q", memory, at + _LEASE.size, *part)
+            memory[at + _LEASE.size : at + _LEASE.size + 8 * len(part)] = part.tobytes()
             _U64.pack_into(memory, at + 8, lease_id << _ROW_BITS | rows)
             _U64.pack_into(memory, at, session_id << 32 | len(part))
 

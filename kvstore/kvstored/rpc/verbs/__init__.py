@@ -70,8 +70,6 @@ class Verbs:
         self._code = cache(partial(tier_code, store.residency))
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
         quick: dict[str, Callable[[ClientSession, Any], Any]] = {
-            "lookup": self._looked_up,
-            "acquire": self._acquired_mapped,
             "release": self._released,
             "touch": self._touched,
             "hint": self._hinted,
@@ -87,6 +85,7 @@ class Verbs:
             "catalogue": partial(_catalogued, catalogue, store),
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
+        self.quick |= {"lookup": self._looked_up, "acquire": self._acquired_mapped}  # large answers, made in place
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
         self.slow |= {"store": self._puts.store, "acquire": self._acquired, "lookup": self._looked_up_elsewhere}
         self.store_inline = self._puts.store_inline
@@ -108,7 +107,8 @@ class Verbs:
 
     # Get
 
-    def _acquired_mapped(self, session: ClientSession, request: pb.Acquire) -> pb.AcquireReply | None:
+    def _acquired_mapped(self, session: ClientSession, whole: pb.Request) -> pb.Response | None:
+        request = whole.acquire
         if request.order != pb.ACQUIRE_ORDER_WHOLE:
             return None
         held = self._get.acquire_mapped(session, self._asked(session, request, 0))
@@ -121,7 +121,7 @@ class Verbs:
         request = whole.acquire
         asked = self._asked(session, request, whole.deadline_ms)
         if request.order == pb.ACQUIRE_ORDER_WHOLE:
-            yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, asked)))
+            yield self._reply(session, request, await self._get.acquire(session, asked))
             return
         answers = self._get.acquire_in_order(session, asked)
         expected = pb.AcquireReply()
@@ -133,16 +133,16 @@ class Verbs:
                     expected = pb.AcquireReply(tiers=tiers, ready_us=answer.ready_us)
                     if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
                         continue  # another answer comes at once
-                    reply = pb.AcquireReply(more=True)
+                    response = pb.Response(acquire=pb.AcquireReply(more=True))
                 elif isinstance(answer, GrantedRun):
-                    reply = pb.AcquireReply(first=answer.first, more=True)
-                    self._enter(answer, reply)
+                    response = pb.Response(acquire=pb.AcquireReply(first=answer.first, more=True))
+                    self._enter(answer, response.acquire)
                 else:
-                    reply = self._reply(session, request, answer)
-                    reply.blocks = 0  # of this answer
-                reply.MergeFrom(expected)
+                    response = self._reply(session, request, answer)
+                    response.acquire.blocks = 0  # of this answer
+                response.acquire.MergeFrom(expected)
                 expected = pb.AcquireReply()
-                yield pb.Response(acquire=reply)
+                yield response
 
     def _asked(self, session: ClientSession, request: pb.Acquire, deadline_ms: int) -> GetRequest:
         """Return the get that the message asks for. Raises KVStoreError for a request that is wrong as a whole, or one
@@ -173,8 +173,10 @@ class Verbs:
         message = f"this client holds {most} leases, limits.leases_per_client: release some, or let them expire"
         return KVStoreError(ErrorKind.THROTTLED, message, 10)
 
-    def _reply(self, session: ClientSession, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
-        reply = pb.AcquireReply(blocks=held.blocks, resident_blocks=held.resident_blocks, load_us=held.load_us)
+    def _reply(self, session: ClientSession, request: pb.Acquire, held: Acquired) -> pb.Response:
+        response = pb.Response(acquire=pb.AcquireReply(resident_blocks=held.resident_blocks, load_us=held.load_us))
+        reply = response.acquire
+        reply.blocks = held.blocks
         if held.cause is not None:
             keys = request.set.keys
             missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
@@ -183,29 +185,26 @@ class Verbs:
             self._misses.note("get", session, missing, held.cause, held.blocks, len(keys) // KEY_BYTES, group)
         if held.run is not None:
             self._enter(held.run, reply)
-        return reply
+        return response
 
     def _enter(self, run: GrantedRun, reply: pb.AcquireReply) -> None:
         """Enter a lease into a reply."""
-        reply.blocks = len(run.rows)
-        reply.lease_id = run.lease_id
-        reply.expires_in_ms = run.expires_in_ms
-        reply.arena_ids.extend([slot.container for slot in run.slots])
-        reply.offsets.extend([slot.offset for slot in run.slots])
-        reply.generations.extend([slot.generation for slot in run.slots])
-        payload_bytes = self._residency.rows.payload_bytes
-        reply.payload_bytes.extend([payload_bytes[row] for row in run.rows])
-        reply.promoted_blocks = run.promoted.total()
-        reply.promoted_bytes = run.promoted_bytes
+        reply.blocks, reply.lease_id, reply.expires_in_ms = len(run.slots), run.lease_id, run.expires_in_ms
+        reply.arena_ids.extend(run.slots.containers)
+        reply.offsets.extend(run.slots.offsets)
+        reply.generations.extend(run.slots.generations)
+        reply.payload_bytes.extend(run.blocks.of(self._residency.rows.payload_bytes))
+        reply.promoted_blocks, reply.promoted_bytes = run.promoted.total(), run.promoted_bytes
 
     def _released(self, session: ClientSession, request: pb.Release) -> pb.ReleaseReply:
         return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
 
     # Lookup, hints, delete
 
-    def _looked_up(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply | None:
+    def _looked_up(self, session: ClientSession, whole: pb.Request) -> pb.Response | None:
         """Return the answer to a lookup; None if shared stores may have blocks that are unknown here, and the request
         has time to wait for them."""
+        request = whole.lookup
         count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
         if count > self._max_keys:
             raise KVStoreError(
@@ -221,7 +220,7 @@ class Verbs:
         request = whole.lookup
         questions = (self._look_up.asked(session, each.keys) for each in request.sets)
         await self._look_up.wait([each for each in questions if each is not None], request.max_wait_ms)
-        yield pb.Response(lookup=self._presences(session, request))
+        yield self._presences(session, request)
 
     def _asks(self, session: ClientSession, request: pb.Lookup) -> bool:
         """Ask shared stores for the unknown blocks of a lookup; return whether an answer is worth its wait."""
@@ -235,13 +234,14 @@ class Verbs:
         ]
         return any(question is not None for question in asked)
 
-    def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
-        reply = pb.LookupReply()
+    def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.Response:
+        response = pb.Response(lookup=pb.LookupReply())
+        reply = response.lookup
         found = [self._look_up_set(session, key_set, reply.sets.add()) for key_set in request.sets]
         if any(each.cause is not None for each in found):
             self._note_missing(session, request.sets, found)
         self._look_up.count(session)
-        return reply
+        return response
 
     def _note_missing(self, session: ClientSession, sets: Sequence[pb.KeySet], found: Sequence[Presence]) -> None:
         """Note the miss of a lookup: of several layer groups, the block that ended what all of them have."""

@@ -109,4 +109,6 @@ class _ServedTiers(Sequence[int]):
         return len(self._exactness._rows.mask)
 
     def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self._exactness.served_tiers(each) for each in range(len(self))[row]]
         return self._exactness.served_tiers(row)

@@ -18,12 +18,17 @@ Invariants (verified by `check`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
+from functools import reduce
+from itertools import repeat
+from operator import and_, or_
 
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.arrival import Arrival
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.removal import Removal
+from kvstored.store.blocks.runs import RowRun, span_of
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import ALL_TIERS, MEMBERS, NO_TIERS, TierSet
@@ -76,17 +81,20 @@ class UseCounts:
     def _count(self, rows: Sequence[int], now_ns: int) -> tuple[int, int]:
         """Count an access of each of `rows`; return the tiers that have all of them, and the tiers that have some."""
         columns = self._view.rows
-        last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
-        everywhere: int = ALL_TIERS
-        somewhere: int = NO_TIERS
-        for row in rows:
-            last_access_ns[row] = now_ns
-            if accesses[row] != _ACCESSES_MAX:
-                accesses[row] += 1
-            tiers = mask[row]
-            everywhere &= tiers
-            somewhere |= tiers
-        return everywhere, somewhere
+        if not rows:
+            return ALL_TIERS, NO_TIERS
+        last_access_ns, accesses, mask, span = columns.last_access_ns, columns.accesses, columns.mask, span_of(rows)
+        if span is not None and len(set(counts := accesses[span])) == 1 and counts[0] != _ACCESSES_MAX:
+            last_access_ns[span] = array("Q", (now_ns,)) * len(rows)
+            accesses[span] = array("H", (counts[0] + 1,)) * len(rows)
+            found = set(mask[span])
+        else:
+            for row in rows:
+                last_access_ns[row] = now_ns
+                if accesses[row] != _ACCESSES_MAX:
+                    accesses[row] += 1
+            found = {mask[row] for row in rows}
+        return reduce(and_, found), reduce(or_, found)
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
         """Note `cause`, the reason why a put of the block `key` of `tenant` was refused. After the cause DECLINED the
@@ -100,7 +108,10 @@ class UseCounts:
 
     def pin_run(self, rows: Sequence[int]) -> None:
         """Add a pin to each of the blocks `rows`."""
-        pins = self._view.pins
+        pins, new = self._view.pins, dict.fromkeys(rows, 1)
+        if len(new) == len(rows) and pins.keys().isdisjoint(new):  # as a rule
+            pins.update(new)
+            return
         for row in rows:
             pins[row] = pins.get(row, 0) + 1
 
@@ -122,25 +133,33 @@ class UseCounts:
         """Notify the policies that the readable block at `row` may perhaps be evicted now."""
         self._listeners.release(row, self._view.rows.mask[row])
 
-    def unpin_run(self, tokens: Iterable[int]) -> None:
-        """Remove one pin of each block that a token in `tokens` names, if the block still exists. A block that was
-        removed by force has lost its pins already."""
-        self._unpin(self._view.rows.still_there(tokens))
+    def unpin_run(self, named: Sequence[int] | RowRun) -> None:
+        """Remove one pin of each block that `named` names (by tokens, or a run of rows), if the block still exists. A
+        block that was removed by force has lost its pins already."""
+        self._unpin(self._view.rows.still_there(named))
 
     def _unpin(self, rows: Sequence[int]) -> None:
-        view, by_tier = self._view, self._listeners.by_tier
-        pins, mask, copies, kind, window = view.pins, view.rows.mask, view.copies, view.rows.kind, view.kind_window
-        for row in rows:
-            left = pins.get(row, 0) - 1
-            if left > 0:
-                pins[row] = left
-            elif left == 0:
-                del pins[row]
-                for tier in MEMBERS[mask[row]]:
-                    if not copies[tier].kids[row] or window[kind[row]]:  # else a child keeps it
-                        by_tier[tier].released(row)
-            else:
-                raise RuntimeError(f"row {row} unpinned more often than pinned")
+        view, by_tier, pins = self._view, self._listeners.by_tier, self._view.pins
+        counts, free = list(map(pins.pop, rows, repeat(0))), rows
+        if counts.count(1) < len(rows):  # some are pinned by others too
+            pins.update((row, count) for row, count in zip(rows, counts, strict=True) if count)
+            free = []
+            for row in rows:
+                left = pins.pop(row, 0)
+                if not left:
+                    raise RuntimeError(f"row {row} unpinned more often than pinned")
+                if left > 1:
+                    pins[row] = left - 1
+                else:
+                    free.append(row)
+        if not free:
+            return
+        mask, kind, window, run = view.rows.mask, view.rows.kind, view.kind_window, RowRun([*free])
+        for tier in MEMBERS[reduce(or_, set(run.of(mask)))]:
+            kids, released = run.of(view.copies[tier].kids), by_tier[tier].released
+            for row, has_child in zip(free, kids, strict=True):
+                if (not has_child or window[kind[row]]) and tier in MEMBERS[mask[row]]:  # else a child keeps it
+                    released(row)
 
 
 class Residency(ResidencyView):

@@ -24,6 +24,7 @@ from kvstore_proto.identity import KEY_BYTES
 from kvstore_tiers import heap
 from kvstore_tiers.base import Slot
 from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, OptionalColumns
+from kvstored.store.blocks.runs import RowRun, SlotRun
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
@@ -183,11 +184,22 @@ class RowColumns:
             last = row
         return found
 
-    def still_there(self, tokens: Iterable[int]) -> list[int]:
-        """Return the rows that `tokens` name, without those whose blocks are gone."""
-        generation, keys, mask, capacity = self.generation, self.keys, self.mask, self.capacity
-        found = []
-        for token in tokens:
+    def run_of(self, rows: list[int]) -> RowRun:
+        """Return `rows`, live ones, as a run; `still_there` knows its blocks from later ones."""
+        run = RowRun(rows)
+        run.generations = run.of(self.generation)
+        return run
+
+    def still_there(self, named: Sequence[int] | RowRun) -> list[int]:
+        """Return the rows that `named` (tokens, or a run of `run_of`) names, without those whose blocks are gone."""
+        generation = self.generation
+        if isinstance(named, RowRun):
+            if named.of(generation) == named.generations:
+                return named.rows
+            made = zip(named.rows, named.generations, strict=True)
+            return [row for row, first in made if generation[row] == first]
+        keys, mask, capacity, found = self.keys, self.mask, self.capacity, []
+        for token in named:
             row = token & _ROW_MASK
             if row < capacity and generation[row] == token >> ROW_BITS and (keys[row] is not None or mask[row]):
                 found.append(row)
@@ -340,6 +352,11 @@ class TierCopies:
         if self.optional.used:
             self.optional.reset(rows)
         return taken
+
+    def slots(self, run: RowRun) -> SlotRun:
+        """Return the slot of each row of `run`, which has a copy."""
+        of = run.of
+        return SlotRun(of(self.container), of(self.offset), of(self.nbytes), of(self.generation))
 
     def slot(self, row: int) -> Slot:
         return Slot(self.container[row], self.offset[row], self.nbytes[row], self.generation[row])

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
-from itertools import repeat
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +20,9 @@ from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
 from kvstored.store.blocks.rows import RowColumns, TierCopies, as_array
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
-_new_slot = tuple.__new__  # half the time of Slot's own
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
 
 
@@ -105,11 +103,7 @@ class ResidencyView:
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
         """Return the rows of the leading blocks of `keys` that are readable, up to the first that is not."""
         index, keys = self.tenants[tenant], tuple(keys)
-        found: list[int] = []
-        for row in map(index.readable.get, keys):
-            if row is None:
-                break
-            found.append(row)
+        found: list[int] = list(iter(map(index.readable.get, keys).__next__, None))
         if index.bulk is not None and len(found) < len(keys):
             found += index.bulk.find_run(keys[len(found) :], index.readable.get)
         return found
@@ -154,15 +148,12 @@ class ResidencyView:
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
 
-    def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
+    def slots(self, rows: Sequence[int] | RowRun, tier: int) -> SlotRun:
         """Return the slot of each row's copy in `tier`. Raises RuntimeError if a row has no copy there."""
-        if len(rows) < 2:  # an itemgetter of one row returns no tuple
-            return [self.slot(row, tier) for row in rows]
-        copies, of_rows = self.copies[tier], itemgetter(*rows)
-        if not all(of_rows(copies.state)):
-            raise RuntimeError(f"not all of {rows} have a copy in {self.tiers[tier]}")
-        columns = (copies.container, copies.offset, copies.nbytes, copies.generation)
-        return list(map(_new_slot, repeat(Slot), zip(*map(of_rows, columns), strict=True)))
+        copies, run = self.copies[tier], rows if isinstance(rows, RowRun) else RowRun([*rows])
+        if not all(run.of(copies.state)):
+            raise RuntimeError(f"not all of {run.rows} have a copy in {self.tiers[tier]}")
+        return copies.slots(run)
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
         """Return whether another tenant has a copy in `tier`, in any state, of a block with the same key."""

@@ -16,6 +16,7 @@ from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
 from kvstored.store.operations.loading import Loading
@@ -24,6 +25,8 @@ from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
 from kvstored.tier_set import MEMBERS, ONLY, TierSet
+
+_NOTHING: Counter[int] = Counter()  # was promoted for most gets; it is never changed
 
 
 class Gets:
@@ -44,7 +47,8 @@ class Gets:
         verified, or a remote tier be asked for one."""
         resident = rows = self._run(client, asked)
         mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
-        mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
+        reads = [mask[row] & readable for row in rows]
+        mapped = len(rows) if all(reads) else next(at for at, tiers in enumerate(reads) if not tiers)
         if mapped < len(rows):
             if not asked.mapped_only:
                 return None
@@ -100,7 +104,13 @@ class Gets:
                     run = [position for _, position in places]  # cut where one is left out
                     leased.update(run)
                     yield self._lease(
-                        client, asked, loading.lease(run), run[0], loading.sources, began_ns, continues=has_leased
+                        client,
+                        asked,
+                        self._residency.rows.run_of(loading.lease(run)),
+                        run[0],
+                        loading.sources,
+                        began_ns,
+                        continues=has_leased,
                     )
                     has_leased = True
                 if not arrived and self._clock.monotonic_ns() >= until_ns:
@@ -187,13 +197,13 @@ class Gets:
         cause = self._cause(client, asked, found)
         self._counters.add("acquires")
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
-        tokens = self._residency.rows.tokens_of(rows)
+        leased = self._residency.rows.run_of(rows)
         now_ns = self._clock.monotonic_ns()
         soon = asyncio.get_running_loop().call_soon
         if not (asked.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
-            soon(self._count_access, client, tokens, asked, found, now_ns)
+            soon(self._count_access, client, leased, asked, found, now_ns)
         soon(self._feed.got, client.tenant_id, client.session_id, asked.keys, found, asked.context, now_ns)
-        run = self._lease(client, asked, rows, 0, sources) if rows else None
+        run = self._lease(client, asked, leased, 0, sources) if rows else None
         if not asked.mapped_only:
             return Acquired(found, cause, run)
         load_us = sum(self._promoter.estimate_us(resident, self._readable(client, asked)))
@@ -218,36 +228,34 @@ class Gets:
         self,
         client: Client,
         asked: GetRequest,
-        rows: list[int],
+        leased: RowRun,
         first: int,
         sources: dict[int, int],
         began_ns: int | None = None,
         *,
         continues: bool = False,
     ) -> GrantedRun:
-        """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
-        memory if the client reads that, otherwise the mapped tier."""
-        residency = self._residency
-        tokens, mapped = residency.rows.tokens_of(rows), residency.mapped
+        """Grant a lease over the blocks `leased`, which are pinned and mapped; the first is at position `first`. It
+        names device memory if the client reads that, otherwise the mapped tier."""
+        residency, rows = self._residency, leased.rows
+        mapped = residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
         if others:
             best, mask = self._exactness.best_tiers, residency.rows.mask
             choices = ((best(row) & others, mask[row] & ONLY[mapped], mask[row] & others) for row in rows)
             places = [next(MEMBERS[tiers][0] for tiers in each if tiers) for each in choices]
-            slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
+            slots = SlotRun.of([residency.slot(row, position) for row, position in zip(rows, places, strict=True)])
         else:
-            slots = residency.slots(rows, mapped)
+            slots = residency.slots(leased, mapped)
         now_ns = self._clock.monotonic_ns()
         expires_ns = now_ns + self.lease_ttl_ms * NS_PER_MS
         expires_in_ms = (expires_ns - (now_ns if began_ns is None else began_ns)) // NS_PER_MS
-        lease = self._leases.grant(client.session_id, client.tenant_id, tokens, slots, expires_ns, continues=continues)
-        promoted: Counter[int] = Counter()
-        promoted_bytes = 0
+        lease = self._leases.grant(client.session_id, client.tenant_id, leased, slots, expires_ns, continues=continues)
+        promoted, promoted_bytes = _NOTHING, 0
         if sources:
-            for at, slot in enumerate(slots, first):
-                if at in sources:
-                    promoted[sources[at]] += 1
-                    promoted_bytes += slot.nbytes
+            came = [at for at in range(first, first + len(rows)) if at in sources]
+            promoted = Counter([sources[at] for at in came])
+            promoted_bytes = sum([slots.nbytes[at - first] for at in came])
         self._counters.add("acquired_blocks", len(rows))
         if asked.group == client.counted_group:
             self._counters.add("acquired_tokens", len(rows) * client.fingerprint.block_tokens)
@@ -257,12 +265,14 @@ class Gets:
             leased_in = Counter(place for at, place in enumerate(places, first) if at not in sources)
         for position, blocks in (*leased_in.items(), *promoted.items()):
             self._flows.hit(position, blocks)
-        return GrantedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
+        return GrantedRun(first, lease.lease_id, expires_in_ms, leased, slots, promoted, promoted_bytes)
 
-    def _count_access(self, client: Client, tokens: Sequence[int], asked: GetRequest, found: int, now_ns: int) -> None:
+    def _count_access(
+        self, client: Client, used: Sequence[int] | RowRun, asked: GetRequest, found: int, now_ns: int
+    ) -> None:
         """Count an access of the blocks that are still there, by a request that asked for others too."""
         residency = self._residency
-        rows = residency.rows.still_there(tokens)
+        rows = residency.rows.still_there(used)
         missing = split_keys(asked.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
         if missing and residency.find(client.tenant_id, missing[0]) >= 0:
             missing = []  # a block is there that just cannot be had

@@ -132,7 +132,7 @@ class Loading:
             if not promotion.done():
                 (self._taken.get(position) or self._promoter).give_up(self.tokens[position])
         pinned, self._pinned = self._pinned, set()
-        self._residency.unpin_run(self.tokens[position] for position in pinned)
+        self._residency.unpin_run([self.tokens[position] for position in pinned])
 
     def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
         if self._coming.pop(position, None) is None:  # closed meanwhile

@@ -34,10 +34,10 @@ from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StoreSt
 from kvstored.store.transfer.room import NoSlot
 
 log = logging.getLogger(__name__)
-# A part's copies run while the next part begins and the one before is published. None is more than half a millisecond
+# A part's copies run while the next part begins and the one before is published. None is more than a millisecond
 # of the control thread. (A smaller first one starts no copies earlier: their threads wake up to find the GIL held.)
 PART_BYTES = 32 * 2**20
-PART_BLOCKS, HASHES_A_PART = 32, 1024
+PART_BLOCKS, HASHES_A_PART = 64, 1024
 ANNOUNCED_MAX = 1024  # of a piece of a chain; a policy takes up to a microsecond for each
 _REFUSED = {
     NoSlot.NO_ROOM: (StoreStatus.NO_ROOM, Cause.NO_ROOM, "no_room_blocks"),
@@ -181,7 +181,7 @@ class Puts:
                 self._room.announce(tenant, parent, intake.keys[run.start : min(run.stop, run.start + ANNOUNCED_MAX)])
 
     def _part_end(self, intake: Intake) -> int:
-        """Return where the next part ends: after work for half a millisecond of the control thread."""
+        """Return where the next part ends: after work for up to a millisecond of the control thread."""
         begun, fingerprint = intake.begun, intake.client.fingerprint
         if begun == len(intake):
             return begun

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_tiers.image import Slot
 from kvstored.lifecycle import Cause
+from kvstored.store.blocks.runs import RowRun, SlotRun
 from kvstored.store.operations.client import Client
 from kvstored.store.policies import RequestContext
 from kvstored.tier_set import NO_TIERS, TierSet
@@ -132,17 +133,22 @@ class GetRequest:
 
 @dataclass(frozen=True, slots=True)
 class GrantedRun:
-    """A lease on consecutive blocks of a chain, all readable now. `first` is the position of the first one. `rows` and
-    `slots` have one entry for each block. `promoted` counts the blocks that were read for this get, by the tier they
-    came from. `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now."""
+    """A lease on consecutive blocks of a chain, all readable now. `first` is the position of the first one. `blocks`
+    and `slots` have one entry for each block. `promoted` counts the blocks that were read for this get, by the tier
+    they came from. `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now."""
 
     first: int
     lease_id: int
     expires_in_ms: int
-    rows: Sequence[int]
-    slots: Sequence[Slot]
-    promoted: Counter[int] = field(default_factory=Counter)
-    promoted_bytes: int = 0
+    blocks: RowRun
+    slots: SlotRun
+    promoted: Counter[int]
+    promoted_bytes: int
+
+    @property
+    def rows(self) -> list[int]:
+        """The row of each block."""
+        return self.blocks.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from kvstore_predictor.ages import Floats, Ints, leaning
 from kvstore_predictor.features import Features, begun, continued, grown, with_answer, with_hint
 from kvstore_predictor.hazards import Ladder
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.blocks.runs import fill
 from kvstored.store.policies.base import ChainHint, RequestContext
 from kvstored.store.policies.chains.ghost import (
     FAN_BITS,
@@ -198,9 +199,7 @@ class ChainBook:
                 if tail == last or tail in whole:  # as a rule the last, or none
                     tails[chain] = -1
         slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
-        owner = self.owner
-        for row in rows:
-            owner[row] = slot
+        fill(self.owner, rows, slot)
         if missing:
             self.ghosts[tenant].remember_run(missing, slot, path.fans)
         kind = 0
@@ -344,9 +343,7 @@ class ChainBook:
         """Extend the chain of a request that goes on: its missing blocks, or its answer, have been stored, or will
         be."""
         chains = self.chains
-        owner = self.owner
-        for row in rows:
-            owner[row] = chain
+        fill(self.owner, rows, chain)
         if missing:
             self.ghosts[tenant].remember_run(missing, chain, bytes(len(missing)))
         chains.new_blocks[chain] += len(rows) + len(missing)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstored.store.blocks.rows import RowColumns
+from kvstored.store.blocks.runs import span_of
 
 FAN_BITS = 3
 FAN_MAX = 2**FAN_BITS - 1
@@ -198,8 +199,8 @@ def path_of(
 ) -> Path:
     """Return what the policy knows of a request's blocks before it takes the request in: stored blocks in `rows`, then
     blocks with the keys `missing`, which continue the row `parent` if `rows` is empty. It changes nothing."""
-    here = len(rows)
-    before = [owner[row] for row in rows]
+    here, span = len(rows), span_of(rows)
+    before = [owner[row] for row in rows] if span is None else owner[span].tolist()
     lost: list[int] = []
     if missing:
         lost = ghost.recall_run(missing)
