@@ -161,6 +161,7 @@ def test_no_more_is_sent_than_is_kept(place: Path, holder: ProcessHolder, caplog
 
 def test_at_the_end_it_waits_for_what_is_on_its_way(place: Path, holder: ProcessHolder) -> None:
     descriptor = memory(b"kept")
+    assert contents(place) == {}, "it runs, and has loaded its modules"
     with stopped(place):
         late = [f"a{number}" for number in range(600) if not holder.keep(f"a{number}", descriptor)]
         assert late and holder.is_behind

@@ -240,11 +240,11 @@ class Ledger:
             return
         columns = SlotRun.of(slots)
         places = zip(columns.containers, columns.offsets, strict=True)
-        packed = array("Q", [container << 32 | offset >> _OFFSET_UNIT for container, offset in places])
+        packed = [container << 32 | offset >> _OFFSET_UNIT for container, offset in places]
         taken = self._rows_of_lease[lease_id] = [free.pop() for _ in range(rows)]
         for position, at in enumerate(taken):
             part = packed[position * SLOTS_A_ROW : (position + 1) * SLOTS_A_ROW]
-            memory[at + _LEASE.size : at + _LEASE.size + 8 * len(part)] = part.tobytes()
+            struct.pack_into(f"{len(part)}Q", memory, at + _LEASE.size, *part)
             _U64.pack_into(memory, at + 8, lease_id << _ROW_BITS | rows)
             _U64.pack_into(memory, at, session_id << 32 | len(part))
 
