@@ -123,7 +123,10 @@ def queue(stream, launches):
         attention.attend(queries, output, planes, row, version=1, stream=stream)
 
 
-one_s, many_s = (device.seconds(lambda stream: queue(stream, launches)) for launches in (1, 8))
+one_s, many_s = (
+    min(device.seconds(lambda stream: queue(stream, launches)) for _ in range(3))  # a busy machine delays some
+    for launches in (1, 8)
+)
 print(many_s > 3 * one_s > 3 * LONGEST_DELAY_S)
 device.close()
 """
