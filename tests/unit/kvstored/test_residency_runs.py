@@ -88,6 +88,24 @@ def test_a_run_goes_as_its_blocks_do_one_by_one() -> None:
     assert many.residency.tenant_bytes(0, 0) == one.residency.tenant_bytes(0, 0)
 
 
+@pytest.mark.parametrize("way", ["run", "chosen"])
+def test_whoever_saved_terms_of_blocks_learns_that_they_go_together(way: str) -> None:
+    shelf, gone = Shelf(), list[bytes]()
+    rows = shelf.chain(*range(4))[::-1]
+    for row in rows[1:]:
+        shelf.residency.rows.optional.set("later_terms", row, 2)
+        shelf.residency.rows.optional.set("expires_s", row, 60)
+    shelf.residency.terms_gone = lambda row: gone.append(shelf.residency.key(row))
+    if way == "run":
+        shelf.residency.remove_run(rows[:3], 0, Cause.EVICTED, 2)
+    else:
+        named = iter(rows)
+        shelf.residency.remove_chosen(0, lambda now_ns: next(named), 3, Cause.EVICTED, 2)
+    assert gone == [key(2), key(1)]
+    assert [shelf.residency.terms_of(row) for row in rows] == [(0, 0, 0)] * 3 + [(60, 0, 0)]
+    assert check(shelf.residency) == []
+
+
 def test_a_run_stops_at_what_must_stay() -> None:
     shelf = Shelf()
     rows = shelf.chain(*range(4))

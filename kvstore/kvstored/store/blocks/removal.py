@@ -113,6 +113,8 @@ class Removal:
             if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
             index.ghost.remember(key, cause, now_ns, accesses[row])
+            if rows.optional.used:
+                view.reset_facts(row)
             keys[row] = None
             ended.append(row)
             if parent >= 0:
@@ -156,6 +158,8 @@ class Removal:
                     self._listeners.presence_changed(row)
                 key: bytes = keys[row]  # type: ignore[assignment]  # a live row has a key
                 del readable[key]
+                if rows.optional.used:
+                    self._view.reset_facts(row)
                 keys[row] = None
                 parents[row] = -1
                 links[row] = kids[row] = 0

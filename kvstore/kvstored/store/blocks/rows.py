@@ -142,14 +142,12 @@ class RowColumns:
             self.optional.reset((row,))
 
     def give_back_run(self, rows: Sequence[int]) -> None:
-        """Free each of `rows`, whose keys and parents the caller has cleared, and which have no children."""
+        """Free each of `rows`, whose keys, parents and facts the caller has cleared, and which have no children."""
         generation = self.generation
         for row in rows:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF
         self.live -= len(rows)
         self._free.extend(rows)
-        if self.optional.used:
-            self.optional.reset(rows)
 
     def renew(self, row: int) -> None:
         """Make every token that names the present block of `row` stale, since the block is gone: `current` returns -1
