@@ -16,7 +16,7 @@ from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import Durability, DurabilityMode
-from kvstored.store.operations.records import GetRequest, GrantedRun, StoreStatus
+from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, StoreStatus
 from kvstored.store.policies.base import Share
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.driven_store import DrivenStore, keys_of
@@ -238,6 +238,27 @@ async def test_what_goes_while_it_is_loaded_ends_the_chain_that_policies_are_not
     await leaving.aclose()
     assert len(uses) == 1 and set(uses[0][0]) <= set(rows[:3])
     await driven.small.settle()
+
+
+@pytest.mark.parametrize("gone", [3, 4])
+def test_what_goes_while_an_answer_is_on_its_way_is_not_leased(tmp_path: Path, gone: int) -> None:
+    """Two runs are readable at once; the client takes the first, and the second loses its end meanwhile."""
+
+    @over_a_store("movement.in_flight=1")
+    async def scenario(driven: DrivenStore) -> None:
+        await driven.put(KEYS, DurabilityMode.ALWAYS)
+        driven.leave_host(KEYS[2:3])
+        answers, first = await driven.begin_stream(GetRequest(PACKED))
+        assert list(first.rows) == driven.small.residency.find_keys(driven.client.tenant_id, KEYS[:2])
+        for key in reversed(KEYS[gone:]):  # their time is over
+            assert driven.small.store.retention.end(driven.small.residency.find(driven.client.tenant_id, key))
+        *runs, end = [answer async for answer in answers]
+        leased = [run for run in (first, *runs) if isinstance(run, GrantedRun)]
+        assert positions_of(leased) == list(range(gone)) and all(len(run.rows) == len(run.slots) for run in leased)
+        assert isinstance(end, Acquired) and (end.blocks, end.cause) == (gone, Cause.EXPIRED)
+        assert driven.operations.get.release(driven.client, [run.lease_id for run in leased]) == len(leased)
+
+    scenario(tmp_path)
 
 
 @over_a_store(f"host.policy={CHAIN_HAZARD}")

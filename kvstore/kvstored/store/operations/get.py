@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
+from operator import itemgetter
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstored.clock import NS_PER_MS
@@ -101,7 +102,10 @@ class Gets:
             while not loading.is_over and not client.closed:
                 arrived = await loading.wait(until_ns)
                 for _, places in groupby(enumerate(arrived), lambda each: each[1] - each[0]):
-                    run = [position for _, position in places]  # cut where one is left out
+                    # A run ends where one is left out, or went while the run before was on its way to the client.
+                    run = list(takewhile(loading.is_mapped, map(itemgetter(1), places)))
+                    if not run:
+                        continue
                     leased.update(run)
                     yield self._lease(
                         client,
