@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -31,11 +32,12 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Predictor]:
     return PREDICTORS[request.param]
 
 
+@functools.cache
 def key(tenant: int, session: int, block: int) -> bytes:
     return b"tnt" + tenant.to_bytes(1, "big") + session.to_bytes(4, "big") + block.to_bytes(8, "big")
 
 
-def drive(predictor: Predictor, *, requests: int = 600, tenants: int = 3, seed: int = 1) -> float:
+def drive(predictor: Predictor, *, requests: int = 300, tenants: int = 3, seed: int = 1) -> float:
     """Sessions of 12 blocks and more, each of which goes on every few seconds; the time of the last request."""
     chance, now_s = random.Random(seed), 100.0
     lengths = {(tenant, session): 12 for tenant in range(tenants) for session in range(8)}

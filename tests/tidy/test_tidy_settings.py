@@ -83,10 +83,9 @@ def test_a_setting_changes_the_configuration(
     else:
         others = [other for other in _OTHER_VALUES if other != value]
     tried = [f"{section}.{key}={other}" for other in (json.dumps(value), *others)]
-    usable = [config for override in tried if (config := _load(override, *company)) is not None]
-    assert any(config != usable[0] for config in usable), (
-        f"no other value of {section}.{key} makes another configuration"
-    )
+    usable = (config for override in tried if (config := _load(override, *company)) is not None)
+    first = next(usable)
+    assert any(config != first for config in usable), f"no other value of {section}.{key} makes another configuration"
 
 
 def test_every_field_of_the_schema_is_read_by_the_daemon() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +20,7 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
     """Return a settings object of the class `kind`. Its fields have the values in `known`, and otherwise those in the
     TOML `table` of the section `name`. Sizes become bytes, and paths absolute; a path "" becomes None. Raises
     ConfigError."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     values = dict(known)
     for field in fields(kind):  # type: ignore[arg-type]
         key = field.name if field.name in table else field.name.removesuffix("_bytes")
@@ -32,6 +33,11 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
             value = Path(value).absolute() if value else None
         values[field.name] = value
     return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def size(section: str, table: Table, key: str, whole_bytes: int = 0) -> int:

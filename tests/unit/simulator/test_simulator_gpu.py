@@ -172,7 +172,7 @@ def test_what_the_device_evicts_is_in_dram_again() -> None:
 
 # Whatever the figures
 
-REQUESTS = sessions(7, 160)
+REQUESTS = sessions(7, 110)
 TRACE = trace_of(REQUESTS, every_s=0.7)
 CROWDED = ((GPU, 20), ("dram", 40), ("nvme", 120))
 

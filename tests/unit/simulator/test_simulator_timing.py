@@ -233,7 +233,7 @@ def test_a_request_longer_than_the_engines_memory_is_refused() -> None:
 
 # For any figures
 
-REQUESTS = sessions(7, 160)
+REQUESTS = sessions(7, 110)
 TRACE = trace_of(REQUESTS, every_s=0.7)
 
 
@@ -423,8 +423,8 @@ def test_best_is_what_ships_for_either_tier() -> None:
 
 def test_requests_before_the_part_warm_up_and_are_not_counted() -> None:
     study = TimingStudy(
-        TRACE, machine(block_s=0.2), 1, MODEL, (("dram", 40 * SLOT),), 30 * BLOCK_BYTES, ("lru",), count_from=100
+        TRACE, machine(block_s=0.2), 1, MODEL, (("dram", 40 * SLOT),), 30 * BLOCK_BYTES, ("lru",), count_from=50
     )
     rows = [result.row for result in study.run(lambda label, done, total: None)]
     assert {row["requests"] for row in rows} == {60}
-    assert {row["block_accesses"] for row in rows} == {sum(map(len, REQUESTS[100:]))}
+    assert {row["block_accesses"] for row in rows} == {sum(map(len, REQUESTS[50:]))}

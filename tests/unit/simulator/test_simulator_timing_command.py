@@ -14,7 +14,7 @@ import pytest
 from kvstored.cli import main
 from tests.reference.traces import sessions, write_mooncake
 
-REQUESTS = sessions(5, 80)
+REQUESTS = sessions(5, 40)
 COMMON = ("--format", "mooncake", "--mode", "timing", "--model", "llama-3.2-1b")
 TIERS = ("--tiers", "engine=512MiB,dram=512MiB,nvme=4GiB")
 FIELDS = {
