@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
+from kvstore_tiers.key_table import KeyTable
 from kvstore_tiers.recovered import as_columns, as_words
 from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
-from kvstored.store.blocks.keys import KeyTable
 
 NVME = 1
 ALIKE = st.builds(  # few first words, fewer low halves of them
