@@ -42,7 +42,8 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     if not has_avx2():
         raise BuildError("this processor has no AVX2")
     units = [Unit(source, AVX2) for source in _SOURCES]
-    found = ct.CDLL(str(build_library(_NAME, _FOLDER, units, may_compile=may_compile)))
+    path = str(build_library(_NAME, _FOLDER, units, may_compile=may_compile))
+    found = ct.CDLL(path)
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
     found.kv_copy_runs.argtypes, found.kv_copy_runs.restype = (ct.c_uint64, place, place, ct.c_uint64), None
@@ -58,6 +59,8 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found.kv_fill_table.argtypes = (place, place, long, word, long, word, place, long, place)
     found.kv_find_keys.argtypes, found.kv_find_keys.restype = (place, long, word, word, place, place, long, place), None
     found.kv_fill_table.restype = ct.c_int64
+    found.kv_find_few = ct.PyDLL(path).kv_find_keys  # it takes some µs: it keeps the GIL
+    found.kv_find_few.argtypes, found.kv_find_few.restype = found.kv_find_keys.argtypes, None
     found.kv_link_rows.argtypes, found.kv_link_rows.restype = (long, place, place, place), None
     found.kv_number_rows.argtypes, found.kv_number_rows.restype = (long, place, word, place), None
     return found

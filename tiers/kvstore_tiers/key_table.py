@@ -25,6 +25,7 @@ ENTRY_MASK: int = 2**_ENTRY_BITS - 1
 _PLACES_A_KEY = 1.5
 _TAG_MASK = np.uint32(ENTRY_MASK)
 _NOTHING = -1
+_FEW = 1 << 12
 _PLACES = 1 << 14
 _PLACES_BEHIND = 1 << 10  # for entries whose places would be behind the table's end
 _NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
@@ -142,7 +143,8 @@ class KeyTable:
 
     def _found(self, library: ct.CDLL, keys: Column, wanted: Column) -> Column:
         keys, wanted, found = np.ascontiguousarray(keys), np.ascontiguousarray(wanted), np.empty(len(wanted), np.int32)
-        library.kv_find_keys(
+        find = library.kv_find_few if len(wanted) <= _FEW else library.kv_find_keys
+        find(
             address_of(self.places), self.size, self.bits, self.multiplier, address_of(keys), address_of(wanted),
             len(wanted), address_of(found),
         )  # fmt: skip

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import native
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_tiers.key_table import ENTRY_MASK, WORD_BITS, KeyTable
 from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import RowColumns
 
 _WORDS_A_KEY = 4
+_FEW_KEYS, _KEYS_AT_ONCE = 8, 256  # compiled code looks for more together, without a miss of the caches for each
 _WORD_MASK: int = 2**WORD_BITS - 1
 
 Column = npt.NDArray[Any]
@@ -89,6 +91,31 @@ class BulkKeys:
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
         """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` finds the
         blocks that are not in this table: it gets a key and returns its row or None."""
+        if native.library is None or len(keys) < _FEW_KEYS:
+            return self._find_one_by_one(keys, hot)
+        found: list[int] = []
+        for begin in range(0, len(keys), _KEYS_AT_ONCE):
+            some = keys[begin : begin + _KEYS_AT_ONCE]
+            found += self._find_some(some, hot)
+            if len(found) < begin + len(some):
+                break
+        return found
+
+    def _find_some(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
+        mask, moved, found = self._rows.mask, self._rows.keys, list[int]()
+        words = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+        for key, row in zip(keys, self._all.find_each(self._keys(), words).tolist(), strict=True):
+            at = hot(key)
+            if at is None:
+                at = row
+                if row < 0 or not mask[row] or moved[row] is not None:
+                    at = self.get(key) if row >= 0 else -1  # another row may have the same key
+                if at < 0:
+                    break
+            found.append(at)
+        return found
+
+    def _find_one_by_one(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
         rows, table, last = self._rows, self._table, self._mask
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         words = np.frombuffer(b"".join(keys), "<u4").reshape(-1, _WORDS_A_KEY)
