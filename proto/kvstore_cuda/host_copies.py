@@ -59,8 +59,9 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found.kv_fill_table.argtypes = (place, place, long, word, long, word, place, long, place)
     found.kv_find_keys.argtypes, found.kv_find_keys.restype = (place, long, word, word, place, place, long, place), None
     found.kv_fill_table.restype = ct.c_int64
-    found.kv_find_few = ct.PyDLL(path).kv_find_keys  # it takes some µs: it keeps the GIL
-    found.kv_find_few.argtypes, found.kv_find_few.restype = found.kv_find_keys.argtypes, None
+    few = ct.PyDLL(path).kv_find_keys  # it takes some µs: it keeps the GIL
+    few.argtypes, few.restype = found.kv_find_keys.argtypes, None
+    vars(found).update(kv_find_few=few)
     found.kv_link_rows.argtypes, found.kv_link_rows.restype = (long, place, place, place), None
     found.kv_number_rows.argtypes, found.kv_number_rows.restype = (long, place, word, place), None
     return found
