@@ -67,7 +67,7 @@ def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pyte
 def test_what_a_scan_that_hangs_writes_later_is_of_no_consequence(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has reported one slab, begun with the next one, and keeps its pipe."""
+    """The scan has reported one slab, begun with the next one, and keeps its pipe."""
     layout, pipes, read = SlabSlots.within(directory / "slabs"), list[int](), list[int]()
     original = SlabFile.read_records_into
 
