@@ -2,9 +2,9 @@
 the caches where a payload is large. A copy past the caches moves two bytes for each byte,
 an ordinary one three, and a hash after it a fourth.
 
-The module gives the functions of `host_copies.cpp`, also for checksums of many records. Where there is no compiler or
-another processor, and until the code is compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`,
-with equal results.
+The module gives the functions of `host_copies.cpp`, also for checksums of many records, and those for many keys
+(`key_tables.cpp`) and rows (`row_queues.cpp`). Where there is no compiler or another processor, and until the code is
+compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Addresses = npt.NDArray[np.int64]
 NATIVE_VARIABLE = "KVSTORED_NATIVE_COPIES"  # 0: none
 HASHED_MIN_BYTES = 241  # the compiled hash is for more bytes than xxh3 has short forms for
 PAST_CACHES_BYTES = 128 * 1024  # what is shorter is copied as quickly by anyone
-_NAME, _FOLDER, _SOURCE = "host-copies", Path(__file__).parent, "host_copies.cpp"
+_NAME, _FOLDER = "host-copies", Path(__file__).parent
+_SOURCES = "host_copies.cpp", "key_tables.cpp", "row_queues.cpp"
 
 
 def ship() -> None:
@@ -32,7 +33,7 @@ def ship() -> None:
     from kvstore_cuda.native_build import AVX2, Unit, ship_library
 
     if is_x86():
-        ship_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)])
+        ship_library(_NAME, _FOLDER, [Unit(source, AVX2) for source in _SOURCES])
 
 
 def _made(may_compile: bool = True) -> ct.CDLL:
@@ -40,7 +41,9 @@ def _made(may_compile: bool = True) -> ct.CDLL:
 
     if not has_avx2():
         raise BuildError("this processor has no AVX2")
-    found = ct.CDLL(str(build_library(_NAME, _FOLDER, [Unit(_SOURCE, AVX2)], may_compile=may_compile)))
+    units = [Unit(source, AVX2) for source in _SOURCES]
+    path = str(build_library(_NAME, _FOLDER, units, may_compile=may_compile))
+    found = ct.CDLL(path)
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
     found.kv_copy_runs.argtypes, found.kv_copy_runs.restype = (ct.c_uint64, place, place, ct.c_uint64), None
@@ -52,6 +55,15 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found.kv_store_images.restype = None
     found.kv_load_records.argtypes = (place, ct.c_uint64, place, place, ct.c_uint64, place)
     found.kv_load_records.restype = None
+    long, word = ct.c_uint64, ct.c_uint32
+    found.kv_fill_table.argtypes = (place, place, long, word, long, word, place, long, place)
+    found.kv_find_keys.argtypes, found.kv_find_keys.restype = (place, long, word, word, place, place, long, place), None
+    found.kv_fill_table.restype = ct.c_int64
+    few = ct.PyDLL(path).kv_find_keys  # it takes some µs: it keeps the GIL
+    few.argtypes, few.restype = found.kv_find_keys.argtypes, None
+    vars(found).update(kv_find_few=few)
+    found.kv_link_rows.argtypes, found.kv_link_rows.restype = (long, place, place, place), None
+    found.kv_number_rows.argtypes, found.kv_number_rows.restype = (long, place, word, place), None
     return found
 
 

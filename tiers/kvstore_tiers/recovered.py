@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.image import Slot
+from kvstore_tiers.key_table import KeyTable
 
 Column = npt.NDArray[Any]
 KEY_WORDS = 2
@@ -36,7 +37,7 @@ class RecoveredBlocks:
     """The blocks that a tier kept over a restart, as arrays with an entry for each block. `key` and `parent` are uint64
     of the shape (blocks, 2), the two halves of a key. `origin` is an index into the list `origins`. `container`,
     `offset`, `nbytes` and `generation` are the slot. `kept` is a packed retention term
-    (`kvstore_proto.terms.kept_word`), or None if no block has one."""
+    (`kvstore_proto.terms.kept_word`), or None if no block has one. `table` finds blocks by `key`, if it was made."""
 
     origins: list[BlockOrigin]
     key: Column
@@ -52,6 +53,7 @@ class RecoveredBlocks:
     stored_bytes: Column | None = None
     kept: Column | None = None
     error: Column | None = None  # None where no block is lossy
+    table: KeyTable | None = None
 
     def __len__(self) -> int:
         return len(self.key)

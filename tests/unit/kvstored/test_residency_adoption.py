@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import count
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_cuda import host_copies
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
@@ -21,6 +23,7 @@ from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.removal import TakenCopy
 from kvstored.store.policies import create
+from kvstored.store.policies.lru import Lru
 
 HOST, NVME = 0, 1
 CHAIN = 12
@@ -117,6 +120,28 @@ def test_eviction_takes_them_in_the_same_order_as_one_by_one(policy: str, length
     depths = {key_of(number): depth for number, _, depth in blocks}
     assert [depths[key] for key in orders[0]] == [depths[key] for key in orders[1]]
     assert sorted(orders[0]) == sorted(orders[1])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.randoms(), st.integers(0, 2**32))
+def test_compiled_code_keeps_the_same_books(lengths: list[int], random: object, used: int) -> None:
+    """And where stamps are too large for it."""
+    if host_copies.native.wait() is None:
+        pytest.skip("no compiled code here")
+    blocks = list(chains(*lengths))
+    random.shuffle(blocks)  # type: ignore[attr-defined]
+    books: list[list[object]] = []
+    for library in (host_copies.native.library, None):
+        with mock.patch.object(host_copies.native, "library", library):
+            residency = adopted(blocks)
+            policy = Lru(residency, NVME)
+            policy.accesses = used
+            policy.adopt(np.array([*range(1, len(blocks)), 0]))
+        rows, copies, links = residency.rows, residency.copies[NVME], policy.queues.links
+        books.append([rows.parent, rows.links, copies.kids, policy.stamp, policy.where, links.before, links.after])
+        assert [*policy.queues.of[0]] == [*range(1, len(blocks)), 0]
+    assert books[0] == books[1]
+    parents = [int(row) for row in books[0][0] if row >= 0]  # type: ignore[attr-defined]
+    assert [*rows.links][: len(blocks)] == [parents.count(row) for row in range(len(blocks))]
 
 
 def test_what_leaves_dram_again_is_a_bulk_row_as_before() -> None:

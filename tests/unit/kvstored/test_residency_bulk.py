@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_cuda import host_copies
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
+from kvstore_tiers.key_table import KeyTable
 from kvstore_tiers.recovered import as_columns, as_words
 from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
-from kvstored.store.blocks.keys import KeyTable
+from kvstored.store.blocks.keys import BulkKeys
+from kvstored.store.blocks.rows import RowColumns
 
 NVME = 1
 ALIKE = st.builds(  # few first words, fewer low halves of them
@@ -79,3 +83,34 @@ def test_blocks_of_several_tenants_in_any_order(seed: int) -> None:
             assert [residency.key(row) for row in rows] == run
             assert [residency.rows.parent[row] for row in rows] == [-1, *rows[:-1]]
             assert all(residency.find_any(other, run[0]) == -1 for other in tenants if other != tenant)
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_a_run_is_found_by_compiled_code_up_to_the_same_block(count: int, others: int, order: random.Random) -> None:
+    """Some rows have woken or are free, some keys have two rows, some blocks are in the dictionary alone."""
+    if host_copies.native.wait() is None:
+        pytest.skip("no compiled code here")
+    keys = [order.randbytes(16) for _ in range(count)]
+    rows = RowColumns()
+    listed = [*keys, *order.sample(keys, min(others, count))]
+    order.shuffle(listed)
+    rows.take_bulk(b"".join(listed))
+    hot = {order.randbytes(16): 1000 + number for number in range(others)}
+    for row, key in enumerate(listed):
+        rows.mask[row] = order.random() < 0.95
+        if order.random() < 0.05:
+            rows.keys[row], hot[key] = key, row
+    bulk = BulkKeys(rows, KeyTable(as_words(rows.bulk_keys)))
+    asked = [*keys, *hot] * 9
+    order.shuffle(asked)
+    for first in range(0, len(asked), 7):
+        run = asked[first:]
+        found = bulk.find_run(run, hot.get)
+        with mock.patch.object(host_copies.native, "library", None):
+            expected = bulk.find_run(run, hot.get)
+        assert len(found) == len(expected)
+        named = [(key, row if key in hot else listed[row]) for key, row in zip(run, found, strict=False)]
+        assert named == [(key, row if key in hot else listed[row]) for key, row in zip(run, expected, strict=False)]
+        assert all(
+            key in hot or (rows.mask[row] and rows.keys[row] is None) for key, row in zip(run, found, strict=False)
+        )

@@ -202,7 +202,7 @@ def test_a_start_loads_what_is_compiled_and_compiles_nothing(tmp_path: Path, mon
 def test_the_early_scan_checks_records_by_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     again = NativeLibrary("early", host_copies.NATIVE_VARIABLE, "", lambda: pytest.fail("made"))
     monkeypatch.setattr(host_copies, "native", again)
-    SlabScanner(-1)
+    SlabScanner(-1, [])
     assert again.library is not None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import signal
@@ -17,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, early_scan, verdicts
+from kvstore_tiers.nvme import DirectoryInUse, NvmeTier, early_scan
 from kvstore_tiers.nvme.directory_files import slab_path
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
-from kvstore_tiers.nvme.region_reader import RegionReader, SlabQueue
-from kvstore_tiers.nvme.shared_columns import SharedColumns, SlabScanner
+from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.slab_file import SlabFile, find_superblock
 from kvstore_tiers.testing.transfers import finish
 from tests.reference.stored_blocks import recovered_numbers, store_numbers
@@ -134,33 +131,6 @@ def test_judged_ahead_and_judged_here_are_the_same(
     shutil.copytree(directory, other, dirs_exist_ok=True)
     report, directory = columns(done(directory)), other
     assert report == columns(None)
-
-
-def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge in the other process, which is this one here, moves them."""
-    with opened(directory) as tier:
-        held = tier.recover_columns()
-        for at in range(3, len(held), 7):
-            tier.free(held.slot_of(at))
-        assert finish(tier.sync).ok
-
-    def keys() -> dict[int, bytes]:
-        memory, found = os.memfd_create("judged"), {}
-        scanner = SlabScanner(memory)
-        reading = RegionReader(directory / "slabs", SlabQueue.of([1, 2, 3]))
-        for region in reading:
-            report, superblock = scanner.scan(region), read_superblock(region.superblock)
-            assert report is not None and isinstance(superblock, Superblock)
-            columns = SharedColumns.within(mmap.mmap(memory, report.nbytes, offset=report.begin), superblock.slots)
-            found[region.slab] = columns.live.part(slice(report.live)).key.tobytes()
-            reading.give_back(region)
-        os.close(memory)
-        return found
-
-    whole = keys()
-    monkeypatch.setattr(verdicts, "BATCH_RECORDS", 10)
-    assert keys() == whole
-    assert len(b"".join(whole.values())) == 16 * (len(held) - len(range(3, len(held), 7)))
 
 
 def test_slabs_are_shared_with_who_opens_early(
@@ -278,9 +248,10 @@ def test_nothing_is_left_of_it(directory: Path) -> None:
 
 
 def test_memory_of_verdicts_is_free_once_they_are_taken(directory: Path) -> None:
-    ahead = done(directory)
-    with open(os.dup(ahead._memory), "rb") as memory, opened(directory, ahead) as tier:
-        assert (os.fstat(memory.fileno()).st_blocks, recovered_numbers(tier)) == (0, set(BLOCKS))
+    with opened(directory, done(directory)) as tier:
+        assert recovered_numbers(tier) == set(BLOCKS)
+        files = [os.readlink(each) for each in map(str, Path("/proc/self/fd").iterdir()) if os.path.lexists(each)]
+        assert "kvstored-judged" not in Path("/proc/self/maps").read_text() + str(files)
 
 
 def test_a_slab_that_changed_meanwhile_is_read_anew(directory: Path, read_here: list[int]) -> None:

@@ -24,26 +24,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore_tiers.nvme.directory_files import LockMark, slab_numbers, slab_path
-from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, records_bytes
+from kvstore_tiers.nvme.region_reader import FileStamp, SlabQueue, SlabSlots, records_bytes
 
 LEAST_BYTES = 8 << 20  # of records: scanning fewer takes less time than starting a process
 _PROGRAM = "kvstore_tiers.nvme.early_scan_process"
 _SILENCE_S = 10.0  # between two reports; a scan that is silent for longer hangs, and is given up
 _REAP_S, _REAPS = 0.01, 100
-SHARED = mmap.MAP_SHARED | mmap.MAP_POPULATE  # one call for all pages, not a fault for each
 _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
 class SlabReport(NamedTuple):
-    """The result of the early scan for one slab: counts of its records, and the place (`begin`, `nbytes`, in bytes) of
-    its arrays in the shared memory. `live` is the number of stored blocks, `withdrawn` lists the slots whose record
-    must be removed, and `origins` has the tenants and fingerprints for the numbers in the array `origin`.
+    """The result of the early scan for one slab, whose arrays are in the shared memory: counts of its records. `live`
+    is the number of stored blocks, `withdrawn` lists the slots whose record must be removed, and `origins` has the
+    tenants and fingerprints for the numbers in the array `origin`.
     """
 
     slab: int
     stamp: FileStamp
-    begin: int
-    nbytes: int
     live: int
     last_sequence: int
     damaged: int
@@ -66,12 +63,13 @@ class SlabReport(NamedTuple):
 
 class EarlyRecordScan:
     """A child process that reads and judges the records of slab files while the daemon still loads its modules. `mark`
-    is the state of the lock file when it started, `numbers` are the slabs. Only `claim` may be called from several
-    threads. Raises OSError if the process cannot be started.
+    is the state of the lock file when it started, `numbers` are the slabs. `has_ended` says whether the process is seen
+    to write no more. Only `claim` may be called from several threads. Raises OSError if the process cannot be started.
     """
 
     def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
         self._mark = mark
+        self.has_ended = False
         with ExitStack() as opened:
             self._queue = SlabQueue.of(numbers)
             opened.callback(self._queue.close)
@@ -116,20 +114,29 @@ class EarlyRecordScan:
         """
         return self._queue.take()
 
-    def reports(self) -> Iterator[SlabReport]:
-        """Yield the report on each slab as it arrives. It ends when all slabs are taken, or when the process died or
-        was silent for ten seconds.
+    def begun(self) -> tuple[list[SlabSlots], Iterator[SlabReport]]:
+        """Return the slabs for which the process has laid out the shared memory, and an iterator that yields the report
+        on each slab as it arrives. It ends when all slabs are taken, or when the process died or was silent for ten
+        seconds.
         """
+        lines = self._lines()
+        first = json.loads(next(lines, b"[]"))
+        return [SlabSlots(*each) for each in first], map(SlabReport.of, lines)
+
+    def _lines(self) -> Iterator[bytes]:
         readable, rest = select.poll(), b""
         readable.register(self._reports, select.POLLIN)
-        while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._reports, 1 << 16)):
+        while readable.poll(_SILENCE_S * 1e3):
+            got = os.read(self._reports, 1 << 16)
+            self.has_ended = not got
+            if self.has_ended:
+                break
             *lines, rest = (rest + got).split(b"\n")
-            for line in lines:
-                yield SlabReport.of(line)
+            yield from lines
 
-    def memory_of(self, report: SlabReport) -> mmap.mmap:
-        """Return a mapping of the shared memory with the arrays of the slab in `report`."""
-        return mmap.mmap(self._memory, report.nbytes, flags=SHARED, offset=report.begin)
+    def memory(self, nbytes: int) -> mmap.mmap:
+        """Return a mapping of the shared memory, `nbytes` bytes."""
+        return mapped(self._memory, nbytes)
 
     def close(self) -> None:
         """End the scanning process and free its memory, except what the caller still has mapped. A second call does
@@ -139,6 +146,12 @@ class EarlyRecordScan:
         with self._opened:
             if pid:
                 _end(pid)
+
+
+def mapped(memory: int, nbytes: int) -> mmap.mmap:
+    """Return a mapping of the first `nbytes` bytes of the file `memory`, which is that long from now on."""
+    os.ftruncate(memory, nbytes)
+    return mmap.mmap(memory, nbytes)
 
 
 def _start(slabs: Path, queue: int, memory: int, reporting: int) -> int:

@@ -25,7 +25,7 @@ from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
-from kvstore_tiers.nvme.region_reader import FileStamp, read_buffer, whole_pages
+from kvstore_tiers.nvme.region_reader import FileStamp, SlabSlots, read_buffer, whole_pages
 from kvstore_tiers.nvme.shared_columns import SharedColumns
 from kvstore_tiers.nvme.slab import Slab
 from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins, Verdicts
@@ -106,15 +106,25 @@ class _Scan:
         return self._verdicts[position] is not None
 
     def share_with(self, ahead: EarlyRecordScan) -> None:
-        """Judge slabs that the early scan has not claimed, while its reports on the others arrive."""
+        """Judge slabs that the early scan has not claimed, while its reports on the others arrive. All verdicts are in
+        its memory then. Nothing happens if it found other slabs.
+        """
+        layout, reports = ahead.begun()
+        if layout != [SlabSlots(slab.superblock.number, slab.superblock.slots) for slab in self._slabs]:
+            return
+        size = len(self._slabs), self._ends[-1]
+        columns = SharedColumns.within(ahead.memory(SharedColumns.nbytes(*size)), *size)
+        self._room = columns.live
         positions = {slab.superblock.number: position for position, slab in enumerate(self._slabs)}
         claimed = (positions[number] for number in iter(ahead.claim, None) if number in positions)
         with ThreadPoolExecutor(1, "nvme-scan") as beside:
             judged = beside.submit(self.judge, claimed, max(1, _scan_threads() - 1))  # that process is one
-            for report in ahead.reports():
+            for report in reports:
                 if report.slab in positions:
-                    self._take(positions[report.slab], report, ahead)
+                    self._take(positions[report.slab], report, columns)
             judged.result()
+        if not ahead.has_ended:
+            self._leave_shared()
 
     def judge(self, positions: Iterable[int], threads: int) -> None:
         """Read and judge these slabs. Raises OSError when the medium fails."""
@@ -124,8 +134,6 @@ class _Scan:
         def judge_piece(piece: _Piece) -> list[Verdicts]:
             try:
                 if not hasattr(scratch, "checksums"):
-                    if self._ends[-1] >= _MANY_RECORDS:
-                        load_if_compiled()
                     scratch.checksums = RecordChecksums()
                 slab, begin = self._slabs[piece.position], self._ends[piece.position] + piece.first
                 room = self._room.part(slice(begin, begin + piece.slots))
@@ -138,6 +146,8 @@ class _Scan:
             ThreadPoolExecutor(threads, "nvme-judge") as pool,
             _Reader(self._slabs, positions, threads + _SPARE_BUFFERS) as reader,
         ):
+            if self._ends[-1] >= _MANY_RECORDS:
+                pool.submit(load_if_compiled)
             for piece in reader:
                 pieces_of[piece.position].append(pool.submit(judge_piece, piece))
         for position, pieces in pieces_of.items():
@@ -161,33 +171,38 @@ class _Scan:
     def _room_of(self, position: int) -> LiveBlocks:
         return self._room.part(slice(self._ends[position], self._ends[position + 1]))
 
-    def _take(self, position: int, report: SlabReport, ahead: EarlyRecordScan) -> None:
+    def _take(self, position: int, report: SlabReport, columns: SharedColumns) -> None:
         """Use the verdicts of the early scan, unless the slab file has changed since."""
         slab = self._slabs[position]
-        slots = slab.superblock.slots
+        ours = columns.of(position, self._ends[position], slab.superblock.slots)
         with suppress(OSError):
-            if report.stamp != FileStamp.at(os.fstat(slab.file.slot_fd)) or report.nbytes != SharedColumns.nbytes(
-                slots
-            ):
+            if report.stamp != FileStamp.at(os.fstat(slab.file.slot_fd)):
                 return
-            memory = ahead.memory_of(report)
-            columns = SharedColumns.within(memory, slots)
-            if columns.superblock.tobytes() != slab.superblock.pack():
+            if ours.superblocks.tobytes() != slab.superblock.pack():
                 return
-            live = self._room_of(position).part(slice(report.live))
-            columns.live.part(slice(report.live)).move_to(live)
-            live.origin[:] = np.array([self._origins.number_of(raw) for raw in report.origins], np.uint32)[live.origin]
+            live = ours.live.part(slice(report.live))
+            numbers = [self._origins.number_of(raw) for raw in report.origins]
+            if numbers != [*range(len(numbers))]:
+                live.origin[:] = np.array(numbers, np.uint32)[live.origin]
             self._verdicts[position] = Verdicts(
-                columns.states.copy(),
-                columns.seen_generations.copy(),
-                columns.stored.copy(),
+                ours.states,
+                ours.seen_generations,
+                ours.stored,
                 live,
                 report.last_sequence,
                 report.damaged,
                 report.truncated,
                 set(report.withdrawn),
             )
-            memory.madvise(mmap.MADV_REMOVE)  # the scan gets these pages again, in place of new ones
+
+    def _leave_shared(self) -> None:
+        """Copy all verdicts to memory of this process: a scan that hangs may still write to the other."""
+        self._room = self._room.copied()
+        for position, whole in enumerate(self._verdicts):
+            if whole is not None:
+                whole.live = self._room_of(position).part(slice(len(whole.live)))
+                whole.states, whole.stored = whole.states.copy(), whole.stored.copy()
+                whole.seen_generations = whole.seen_generations.copy()
 
 
 class _Piece(NamedTuple):

@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import CANNOT_WRITE, Slot
 from kvstore_tiers.heap import expect
+from kvstore_tiers.key_table import KeyTable
 from kvstore_tiers.nvme.data_keys import DataKeys
 from kvstore_tiers.nvme.directory import Seal, TierDirectory
 from kvstore_tiers.nvme.directory_files import DirectoryUnusable
@@ -103,6 +105,7 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
     slots = sum(file.superblock.slots for file in files)
     if slots >= _MANY_SLOTS:
         expect(slots * _HEAP_BYTES_A_SLOT)
+        threading.Thread(target=load_if_compiled, name="nvme-load", daemon=True).start()
     for file in files:
         space.adopt(Slab(directory, file.superblock, file=file, require_direct=require_direct))
     space.charges["damaged"] = directory.damaged_bytes()
@@ -146,17 +149,17 @@ class Recovery:
             self._report.truncated_blocks += one.truncated
         if self._reveal(judged):
             live = LiveBlocks.joined([one.live for one in judged])
-        self._drop_superseded(judged, live)
+        table: KeyTable | None = self._drop_superseded(judged, live)
         judged = self._withdraw_what_must_go(judged)
         if self._report.dropped_slabs or any(one.is_cut for one in judged):
-            live = LiveBlocks.joined([one.live for one in judged]) if judged else LiveBlocks.room(0)
+            live, table = LiveBlocks.joined([one.live for one in judged]) if judged else LiveBlocks.room(0), None
         self._judged = judged
         if self.owed is None:
             self._try(self._repair_all)
         for one in judged:
             one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.stored)
         failpoints.hit("nvme.recover-after-repair")
-        blocks = _columns(judged, live, self._origins)
+        blocks = _columns(judged, live, self._origins, table)
         self._space.open_room(one.slab for one in judged)
         self._report.blocks = len(blocks)
         for one in judged:
@@ -245,23 +248,26 @@ class Recovery:
             )
         return self._report.lost_blocks > 0
 
-    def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> None:
-        """Keep the newest of several records with one key, and withdraw the older ones."""
-        suspects = _equal_words(live.key[:, 0])
-        if not len(suspects):
-            return
+    def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> KeyTable:
+        """Keep the newest of several records with one key, and withdraw the older ones. Return a table of the keys."""
+        table = KeyTable(live.key)
+        if not table.may_repeat:
+            return table
+        words = live.key[:, 0]
+        ordered = np.sort(words)
+        suspects = np.flatnonzero(np.isin(words, ordered[1:][ordered[1:] == ordered[:-1]]))
         slabs = np.repeat(np.arange(len(judged)), [len(one.live) for one in judged])[suspects]
-        slots = live.slots[suspects]
-        high, low = live.key[suspects].T
+        slots, (high, low) = live.slots[suspects], live.key[suspects].T
         order = np.lexsort((live.sequence[suspects], low, high))
         high, low = high[order], low[order]
         older = order[:-1][(high[1:] == high[:-1]) & (low[1:] == low[:-1])]
         found: defaultdict[int, list[int]] = defaultdict(list)
-        for position in older.tolist():
-            found[int(slabs[position])].append(int(slots[position]))
-            self._report.superseded_blocks += 1
+        self._report.superseded_blocks += len(older)
+        for slab, slot in zip(slabs[older].tolist(), slots[older].tolist(), strict=True):
+            found[slab].append(slot)
         for number, withdrawn in found.items():
             judged[number].withdraw(withdrawn)
+        return table
 
     def _drop_excess(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
         """Give up slabs, those with the fewest bytes first, when the capacity was made smaller."""
@@ -315,24 +321,16 @@ def _write_again(one: ScannedSlab) -> None:
         )
 
 
-def _equal_words(words: Array) -> Array:
-    """Return the positions of words that occur more than once."""
-    ordered = np.sort(words)
-    several = ordered[:-1][ordered[1:] == ordered[:-1]]
-    return np.flatnonzero(np.isin(words, several)) if len(several) else np.empty(0, np.int64)
-
-
-def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> RecoveredBlocks:
-    """Return all live blocks as columns, ordered by slab and slot."""
+def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins, table: KeyTable | None) -> RecoveredBlocks:
+    """Return all live blocks as columns, ordered by slab and slot; `table` is one of their keys."""
     counts = [len(one.live) for one in judged]
     geometries = [one.slab.superblock for one in judged]
 
-    def spread(values: list[int], kind: type[np.unsignedinteger[Any]] = np.uint64) -> Array:
-        return np.repeat(np.array(values, kind), counts)
+    def spread(values: list[int]) -> Array:
+        return np.repeat(np.array(values, np.uint32 if max(values, default=0) < 1 << 32 else np.uint64), counts)
 
-    sizes = spread([geometry.slot_bytes for geometry in geometries])
-    offsets = live.slots * sizes
-    offsets += spread([geometry.slots_offset for geometry in geometries])
+    pairs = zip([one.live.slots for one in judged], geometries, strict=True)
+    offsets = [slots * np.uint64(each.slot_bytes) + np.uint64(each.slots_offset) for slots, each in pairs]
     return RecoveredBlocks(
         origins.named(),
         key=live.key,
@@ -340,17 +338,18 @@ def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> R
         origin=live.origin,
         depth=live.depth,
         payload_bytes=live.payload_bytes,
-        container=spread([geometry.number for geometry in geometries], np.uint32),
-        offset=offsets,
-        nbytes=sizes,
+        container=spread([geometry.number for geometry in geometries]),
+        offset=np.concatenate(offsets) if offsets else np.empty(0, np.uint64),
+        nbytes=spread([geometry.slot_bytes for geometry in geometries]),
         generation=live.generation,
         kept=live.kept if live.kept.any() else None,
         error=live.error.view(np.float32) if live.error.any() else None,
+        table=table,
         **_forms(judged),
     )
 
 
-def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
+def _forms(judged: list[ScannedSlab]) -> dict[str, Any]:
     """The columns of codecs and lengths, where a block has a codec."""
     if not any((one.stored > STORED_MASK).any() for one in judged):
         return {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kvstore_tiers.nvme.directory_files import slab_path
+from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
 
 MOST_BYTES = 16 << 20  # of one slab: as many as a slab of the default size can have
 _THREADS = 2  # the medium is kept busy while one of them waits for the GIL
@@ -148,6 +148,25 @@ class RegionReader:
         return None
 
 
+class SlabSlots(NamedTuple):
+    """The number of a slab, and how many slots it has."""
+
+    slab: int
+    slots: int
+
+    @classmethod
+    def within(cls, slabs: Path) -> list[SlabSlots]:
+        """Return the slabs in the directory `slabs` according to their first superblocks, without files that are too
+        short for those. Raises OSError."""
+        found = []
+        for number in slab_numbers(slabs):
+            with open(slab_path(slabs, number), "rb", buffering=0) as slab:
+                slots = _slots(slab.read(_BEGIN))
+                if slots * _RECORD_BYTES <= os.fstat(slab.fileno()).st_size:
+                    found.append(cls(number, slots))
+        return found
+
+
 def records_bytes(path: Path) -> int:
     """Return the bytes that the records of the slab file `path` take, rounded up to whole pages, according to its first
     superblock. Raises OSError.
@@ -157,7 +176,11 @@ def records_bytes(path: Path) -> int:
 
 
 def _records_bytes(superblock: bytes | memoryview) -> int:
-    return whole_pages(int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES)
+    return whole_pages(_slots(superblock) * _RECORD_BYTES)
+
+
+def _slots(superblock: bytes | memoryview) -> int:
+    return int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little")
 
 
 def _read(fd: int, number: int, buffer: memoryview) -> RecordRegion | None:

@@ -1,43 +1,44 @@
 """The verdicts on a slab's records, as columns in memory that two processes share.
 
-Owns the place of each column: one behind the other in whole pages, the slab's superblock first, each of the others with
-room for all slots; and the places of the slabs, one behind the other. verdicts.py judges.
+Owns the place of each column: one behind the other in whole pages, the superblocks first, each of the others with room
+for all slots of all slabs, one slab behind the other. verdicts.py judges.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore_cuda.host_copies import load_if_compiled
-from kvstore_tiers.nvme.early_scan import SHARED, SlabReport
+from kvstore_tiers.nvme.early_scan import SlabReport, mapped
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
-from kvstore_tiers.nvme.region_reader import RecordRegion, whole_pages
+from kvstore_tiers.nvme.region_reader import RecordRegion, SlabSlots, whole_pages
 from kvstore_tiers.nvme.verdicts import Array, Judge, LiveBlocks, Origins, Verdicts
 
 _NOTHING = np.empty(0)
 
 
 class SharedColumns(NamedTuple):
-    """The verdicts on the records of one slab, as arrays with an entry for each slot, in memory that two processes
+    """The verdicts on the records of all slabs, as arrays with an entry for each slot, in memory that two processes
     share.
     """
 
-    superblock: Array  # its bytes
+    superblocks: Array  # the bytes of each
     live: LiveBlocks
     states: Array
     seen_generations: Array
     stored: Array
 
     @classmethod
-    def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """Return the arrays of verdicts on a slab with `slots` slots as views of `memory`. They are writable if
-        `memory` is.
+    def within(cls, memory: mmap.mmap, slabs: int, slots: int) -> SharedColumns:
+        """Return the arrays of verdicts on `slabs` slabs, with `slots` slots in all, as views of `memory`. They are
+        writable if `memory` is.
         """
         at = 0
 
@@ -47,12 +48,12 @@ class SharedColumns(NamedTuple):
             at += whole_pages(column.nbytes)
             return column
 
-        return cls._lay_out(slots, carve)
+        return cls._lay_out(slabs, slots, carve)
 
     @classmethod
-    def _lay_out(cls, slots: int, make: Callable[..., Array]) -> SharedColumns:
+    def _lay_out(cls, slabs: int, slots: int, make: Callable[..., Array]) -> SharedColumns:
         return cls(
-            make(SUPERBLOCK_BYTES, np.uint8),
+            make((slabs, SUPERBLOCK_BYTES), np.uint8),
             LiveBlocks.room(slots, make),
             make(slots, np.uint8),
             make(slots, np.uint64),
@@ -60,8 +61,8 @@ class SharedColumns(NamedTuple):
         )
 
     @classmethod
-    def nbytes(cls, slots: int) -> int:
-        """Return how many bytes of memory the arrays of verdicts on a slab with `slots` slots take."""
+    def nbytes(cls, slabs: int, slots: int) -> int:
+        """Return how many bytes of memory the arrays of verdicts on `slabs` slabs, with `slots` slots in all, take."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -69,20 +70,38 @@ class SharedColumns(NamedTuple):
             total += whole_pages(int(np.prod(shape)) * np.dtype(kind).itemsize)
             return _NOTHING
 
-        cls._lay_out(slots, count)
+        cls._lay_out(slabs, slots, count)
         return total
+
+    def of(self, slab: int, first: int, slots: int) -> SharedColumns:
+        """Return the part of the slab at position `slab`, which has `slots` slots, the first of them at `first`."""
+        part = slice(first, first + slots)
+        return SharedColumns(
+            self.superblocks[slab], self.live.part(part), self.states[part], self.seen_generations[part],
+            self.stored[part],
+        )  # fmt: skip
 
 
 class SlabScanner:
     """A judge of the records of whole slabs that writes its verdicts into shared memory, which the descriptor `memory`
-    refers to and which grows with each slab.
+    refers to; `layout` are the slabs that have a place there.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, layout: Sequence[SlabSlots]) -> None:
         self._memory = memory
-        self._end = 0
+        firsts = accumulate((slots for _, slots in layout), initial=0)
+        self._places = {
+            place.slab: (at, first, place.slots) for at, (place, first) in enumerate(zip(layout, firsts, strict=False))
+        }
+        self._slots = sum(slots for _, slots in layout)
         load_if_compiled()
         self._checksums = RecordChecksums()
+
+    @cached_property
+    def columns(self) -> SharedColumns:
+        """The arrays of all slabs."""
+        size = len(self._places), self._slots
+        return SharedColumns.within(mapped(self._memory, SharedColumns.nbytes(*size)), *size)
 
     def scan(self, region: RecordRegion) -> SlabReport | None:
         """Judge the records in `region`, which has all records of one slab, and return the report. Return None if
@@ -92,13 +111,11 @@ class SlabScanner:
         if not isinstance(superblock, Superblock) or superblock.number != region.slab:
             return None
         slots = superblock.slots
-        if len(region.records) < slots * RECORD_BYTES:
+        at, first, room = self._places.get(region.slab, (0, 0, 0))
+        if len(region.records) < slots * RECORD_BYTES or slots != room:
             return None
-        begin, nbytes = self._end, SharedColumns.nbytes(slots)
-        self._end += nbytes
-        os.ftruncate(self._memory, self._end)
-        columns = SharedColumns.within(mmap.mmap(self._memory, nbytes, flags=SHARED, offset=begin), slots)
-        columns.superblock[:] = np.frombuffer(region.superblock, np.uint8)
+        columns = self.columns.of(at, first, slots)
+        columns.superblocks[:] = np.frombuffer(region.superblock, np.uint8)
         origins = Origins()
         judge = Judge(superblock, region.stamp.length_bytes, self._checksums, origins)
         pieces = judge.judge(0, words_of(region.records, slots), columns.live)
@@ -109,8 +126,6 @@ class SlabScanner:
         return SlabReport(
             slab=region.slab,
             stamp=region.stamp,
-            begin=begin,
-            nbytes=nbytes,
             live=len(whole.live),
             last_sequence=whole.last_sequence,
             damaged=whole.damaged,

@@ -79,6 +79,10 @@ class LiveBlocks:
         for column in fields(self):
             np.copyto(getattr(place, column.name), getattr(self, column.name))
 
+    def copied(self) -> LiveBlocks:
+        """Return copies of the arrays."""
+        return LiveBlocks(*(getattr(self, column.name).copy() for column in fields(self)))
+
     @staticmethod
     def joined(parts: Sequence[LiveBlocks]) -> LiveBlocks:
         names = [column.name for column in fields(LiveBlocks)]

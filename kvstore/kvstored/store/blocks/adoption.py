@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_tiers.key_table import KeyTable
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.index import Residency
-from kvstored.store.blocks.keys import BulkKeys, KeyTable
+from kvstored.store.blocks.keys import BulkKeys
 from kvstored.store.blocks.rows import as_array, counted, widened
 from kvstored.store.blocks.view import RowKind
 from kvstored.tier_set import ONLY
@@ -71,10 +72,10 @@ def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Seque
 class _Crowd:
     """The blocks of one tenant, by position (None: all there are), to be found by key."""
 
-    def __init__(self, tenant: int, keys: Column, members: Column | None, first: int) -> None:
+    def __init__(self, tenant: int, members: Column | None, table: KeyTable) -> None:
         self.tenant = tenant
         self.members = members
-        self.table = KeyTable(keys, members, first)
+        self.table = table
 
 
 def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[RowKind], first: int) -> list[_Crowd]:
@@ -82,9 +83,13 @@ def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[RowKind], first: int) ->
     present = _distinct(blocks.origin)
     tenants = sorted({kinds[origin].tenant for origin in present})
     if len(tenants) == 1:
-        return [_Crowd(tenants[0], blocks.key, None, first)]
+        made = None if first else blocks.table  # its entries have no bits for rows before these
+        return [_Crowd(tenants[0], None, made or KeyTable(blocks.key, None, first))]
     owner = np.array([kind.tenant for kind in kinds], np.int32)[blocks.origin]
-    return [_Crowd(tenant, blocks.key, np.flatnonzero(owner == tenant), first) for tenant in tenants]
+    members = [np.flatnonzero(owner == tenant) for tenant in tenants]
+    return [
+        _Crowd(tenant, ours, KeyTable(blocks.key, ours, first)) for tenant, ours in zip(tenants, members, strict=True)
+    ]
 
 
 def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind]) -> Column:
@@ -124,7 +129,9 @@ def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column,
 
 def _distinct(numbers: Column) -> list[int]:
     """Return the distinct numbers, which are small."""
-    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else []
+    if (numbers[1:] == numbers[:-1]).all():  # as a rule; counting them takes more memory than they have
+        return [int(number) for number in numbers[:1]]
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
     return found
 
 
@@ -167,7 +174,7 @@ def _enter(
     noted = [column for column in (blocks.codec, blocks.error) if column is not None]
     for block in np.flatnonzero(np.logical_or.reduce(noted)).tolist() if noted else ():
         residency.note_stored(first + block, tier, *blocks.form_of(block))
-    children = np.bincount(parents + 1, minlength=count + 1)[1:]
+    children = _children(parents)
     fill(rows.parent, np.where(parents >= 0, parents + first, _NONE) if first else parents)
     most = int(children.max())
     rows.links, copies.kids = widened(rows.links, most), widened(copies.kids, most)
@@ -181,6 +188,18 @@ def _enter(
         _make_findable(residency, crowd, first, count)
     _link_to_others(residency, tier, blocks, kinds, hanging, first)
     residency.notify_adopted(range(first, first + count), tier, now_ns)
+
+
+def _children(parents: Column) -> Column:
+    """Return how many children each block has, by `parents`, the position of each block's parent, or -1."""
+    follows = parents[1:] == np.arange(len(parents) - 1, dtype=parents.dtype)  # as a rule
+    children = np.zeros(len(parents), np.uint32)
+    children[:-1] = follows
+    others = np.concatenate([parents[:1], parents[1:][~follows]])
+    others = np.sort(others[others >= 0])
+    begins = np.flatnonzero(np.concatenate([others[:1] >= 0, others[1:] != others[:-1]]))
+    children[others[begins]] += np.diff(begins, append=len(others)).astype(np.uint32)
+    return children
 
 
 def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) -> None:

@@ -6,18 +6,13 @@ from the dictionary of the others, so that a lookup is one access a key and stop
 A dictionary entry with its key and its number takes some 150 bytes. Blocks that were taken over in bulk and have not
 changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 22
 bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and it
-becomes an ordinary row. `KeyTable` is the bare table, of positions in a column of keys. The bits that a position leaves
-free in an entry are a tag, bits of the key, so that few keys are compared in vain. Entries are never taken out: a
-row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table checks that. The
-hash is multiplication by a random odd number, whose low 32 bits are scaled to the table, over key bytes that are
-themselves a digest; a tenant who forges keys makes only its own lookups slower.
+becomes an ordinary row. Entries are never taken out: a row whose key has moved, or that is free or another block's, is
+no longer a bulk row, and the table checks that. A tenant who forges keys makes only its own lookups slower.
 """
 
 from __future__ import annotations
 
-import secrets
 import struct
-from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,19 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import native
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_tiers.key_table import ENTRY_MASK, WORD_BITS, KeyTable
 from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.rows import RowColumns
 
-_PLACES_A_KEY = 1.5
-_ENTRY_BITS = 31
-_ENTRY_MASK: int = 2**_ENTRY_BITS - 1
-_TAG_MASK = np.uint32(_ENTRY_MASK)
-_WORD_BITS, _WORDS_A_KEY = 32, 4
-_WORD_MASK: int = 2**_WORD_BITS - 1
-_NOTHING = -1
-_PLACES = 1 << 14
-_NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
+_WORDS_A_KEY = 4
+_FEW_KEYS, _KEYS_AT_ONCE = 8, 256  # compiled code looks for more together, without a miss of the caches for each
+_WORD_MASK: int = 2**WORD_BITS - 1
 
 Column = npt.NDArray[Any]
 
@@ -57,95 +48,6 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
     return _unpacker(keys).unpack(packed)
 
 
-class KeyTable:
-    """A hash table that finds positions in an array of keys, many at a time. It contains the positions in `members`, or
-    all positions if that is None. The array of keys is not kept: each call gets it as a parameter. `first` is the
-    number that `move` will add to them. An entry of `table` is a position in its low `bits` and the key's tag above
-    them, or -1."""
-
-    __slots__ = ("_factor", "_tag_shift", "bits", "mask", "multiplier", "places", "size", "table")
-
-    def __init__(self, keys: Column, members: Column | None = None, first: int = 0) -> None:
-        self.multiplier = secrets.randbits(_WORD_BITS) | 1
-        self.size = 1 + int(_PLACES_A_KEY * (len(keys) if members is None else len(members)))
-        self.bits = (first + len(keys)).bit_length()
-        self.mask = 2**self.bits - 1
-        self._factor, self._tag_shift = np.uint32(self.multiplier), np.uint32(self.bits)
-        self.table = self._filled(keys.view("<u4") if members is None else keys[members].view("<u4"), members)
-        self.places = np.frombuffer(self.table, np.int32)
-
-    def move(self, first: int) -> None:
-        """Add the number `first` to every position in the table. It turns positions in a part of an array, which begins
-        at `first`, into positions in the whole array."""
-        if first:
-            self.places[self.places != _NOTHING] += np.int32(first)
-
-    def find_each(
-        self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
-    ) -> Column:
-        """Return for each key in `wanted` its position in `keys`, or -1. Both have shape (n, 2): a key is two
-        little-endian 64-bit words. `may_be` gets the positions of equal keys and returns a bool for each, False for one
-        that does not count."""
-        found = np.full(len(wanted), _NOTHING, np.int32)
-        words = np.ascontiguousarray(wanted).view("<u4")
-        left, places, tags = np.arange(len(wanted)), self.homes(words[:, 0]), self.tags(words[:, 1])
-        while len(left):
-            there = self.places[places]
-            there ^= tags  # negative where the place is empty
-            goes_on = there >= 0
-            equal = np.flatnonzero(goes_on & (there <= self.mask))
-            at, asked = there[equal], left[equal]
-            same = keys[at, 0] == wanted[asked, 0]
-            same &= keys[at, 1] == wanted[asked, 1]
-            if may_be is not None:
-                same[same] = may_be(at[same])
-            found[asked[same]] = at[same]
-            goes_on[equal[same]] = False
-            left, places, tags = left[goes_on], places[goes_on], tags[goes_on]
-            places += 1
-        return found
-
-    def positions(self) -> Column:
-        """Return the positions in the table, in no order."""
-        found: Column = self.places[self.places != _NOTHING] & self.mask
-        return found
-
-    def tags(self, words: Column) -> Column:
-        """Return the tag of each key, as it is in an entry, by its second quarter."""
-        tags: Column = words << self._tag_shift
-        tags &= _TAG_MASK
-        return tags.view(np.int32)
-
-    def homes(self, words: Column) -> Column:
-        """Return where the search of each key begins, by its first quarter."""
-        homes = (words * self._factor).astype(np.int64)
-        homes *= self.size
-        homes >>= _WORD_BITS
-        return homes
-
-    def _filled(self, words: Column, members: Column | None) -> array[int]:
-        """Return the table, built without probing one by one: in the order of their homes, each entry goes behind the
-        one before, or to its home if that is later. The table ends with an empty place, so no search wraps.
-        """
-        ordered, entries = self.homes(words[:, 0]), self.tags(words[:, 1])
-        numbers = np.arange(len(ordered))
-        entries |= (numbers if members is None else members).astype(np.int32)
-        ordered <<= _ENTRY_BITS
-        ordered |= entries
-        ordered.sort()
-        np.bitwise_and(ordered, _ENTRY_MASK, out=entries, casting="same_kind")
-        ordered >>= _ENTRY_BITS
-        ordered -= numbers
-        np.maximum.accumulate(ordered, out=ordered)
-        ordered += numbers
-        length = max(self.size, int(ordered[-1]) + 1 if len(ordered) else 0) + 1
-        table = array("i")
-        for begin in range(0, length, _PLACES):
-            table.frombytes(_NO_PLACES[: 4 * (length - begin)])
-        np.frombuffer(table, np.int32)[ordered] = entries
-        return table
-
-
 class BulkKeys:
     """A table of one tenant's bulk rows, by key. A bulk row is a block that was taken over at the daemon's start and
     has not changed since, so that its key is in no dictionary.
@@ -163,8 +65,8 @@ class BulkKeys:
         """Return the bulk row of the block `key`, or -1 when there is none."""
         rows, table, last = self._rows, self._table, self._mask
         head = int.from_bytes(key[:8], "little")
-        tag = (head >> _WORD_BITS << self._bits) & _ENTRY_MASK
-        place = (head * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
+        tag = (head >> WORD_BITS << self._bits) & ENTRY_MASK
+        place = (head * self._multiplier & _WORD_MASK) * self._size >> WORD_BITS
         while (entry := table[place]) >= 0:
             row = entry ^ tag
             is_ours = row <= last and rows.bulk_keys[row << 4 : (row << 4) + KEY_BYTES] == key
@@ -179,7 +81,7 @@ class BulkKeys:
         keys, table = self._rows.bulk_keys, self._table
         if keys[row << 4 : (row << 4) + KEY_BYTES] != key:
             return False
-        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> _WORD_BITS
+        place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) * self._size >> WORD_BITS
         while (there := table[place]) >= 0:
             if there & self._mask == row:
                 return True
@@ -189,6 +91,31 @@ class BulkKeys:
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
         """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` finds the
         blocks that are not in this table: it gets a key and returns its row or None."""
+        if native.library is None or len(keys) < _FEW_KEYS:
+            return self._find_one_by_one(keys, hot)
+        found: list[int] = []
+        for begin in range(0, len(keys), _KEYS_AT_ONCE):
+            some = keys[begin : begin + _KEYS_AT_ONCE]
+            found += self._find_some(some, hot)
+            if len(found) < begin + len(some):
+                break
+        return found
+
+    def _find_some(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
+        mask, moved, found = self._rows.mask, self._rows.keys, list[int]()
+        words = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+        for key, row in zip(keys, self._all.find_each(self._keys(), words).tolist(), strict=True):
+            at = hot(key)
+            if at is None:
+                at = row
+                if row < 0 or not mask[row] or moved[row] is not None:
+                    at = self.get(key) if row >= 0 else -1  # another row may have the same key
+                if at < 0:
+                    break
+            found.append(at)
+        return found
+
+    def _find_one_by_one(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
         rows, table, last = self._rows, self._table, self._mask
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         words = np.frombuffer(b"".join(keys), "<u4").reshape(-1, _WORDS_A_KEY)

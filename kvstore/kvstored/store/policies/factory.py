@@ -94,7 +94,8 @@ def _adopt(policy: EvictionPolicy) -> None:
         here = together(rows)
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]
         depth = as_array(residency.rows.depth)[here]
-        policy.adopt(rows[eviction_order(last_access_ns, depth)])
+        order = eviction_order(last_access_ns, depth)
+        policy.adopt(order + here.start if isinstance(here, slice) else rows[order])
 
 
 def eviction_order(last_access_ns: npt.NDArray[np.uint64], depth: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:

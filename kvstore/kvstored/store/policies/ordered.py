@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of, native
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import add_zeros, as_array, grown
 from kvstored.store.policies.base import NO_SHARE, EvictionPolicy, PolicySettings
@@ -142,7 +143,12 @@ class OrderedPolicy(EvictionPolicy):
                 self.know((int(ours.max()), int(ours[-1])))
         first = self.accesses + 1
         self.expect_accesses(len(rows))
-        as_array(self.stamp)[rows] = np.arange(first, first + len(rows), dtype=np.uint64)
+        stamp, library = as_array(self.stamp), native.library
+        if library is not None and stamp.itemsize == 4:
+            rows = np.ascontiguousarray(rows, np.int64)
+            library.kv_number_rows(len(rows), address_of(rows), first, address_of(stamp))
+        else:
+            stamp[rows] = np.arange(first, first + len(rows), dtype=stamp.dtype)
         for tenant, ours in by_tenant:
             if len(ours):
                 self._enqueue_all(ours, tenant)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of, native
 from kvstored.store.blocks.rows import add_zeros
 
 _NONE = -1
@@ -57,9 +58,13 @@ class RowQueue:
     def extend(self, rows: npt.NDArray[np.int64]) -> None:
         """Append `rows`, at least one, in their order."""
         first, last, back = int(rows[0]), int(rows[-1]), self.back
-        numbers = rows.astype(np.int32)  # which are scattered twice as fast as what has to be cast on the way
-        np.frombuffer(self._before, np.int32)[rows[1:]] = numbers[:-1]
-        np.frombuffer(self._after, np.int32)[rows[:-1]] = numbers[1:]
+        before, after = np.frombuffer(self._before, np.int32), np.frombuffer(self._after, np.int32)
+        if (library := native.library) is not None:
+            rows = np.ascontiguousarray(rows, np.int64)
+            library.kv_link_rows(len(rows), address_of(rows), address_of(before), address_of(after))
+        else:
+            numbers = rows.astype(np.int32)  # which are scattered twice as fast as what has to be cast on the way
+            before[rows[1:]], after[rows[:-1]] = numbers[:-1], numbers[1:]
         self._before[first] = back
         self._after[last] = _NONE
         if back >= 0:
