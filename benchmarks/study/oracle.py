@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class WithForesight(ChainHazard):
 
     def expect(self, context: RequestContext) -> None:
         self._number = context.number
-        super().expect(replace(context, kind=self._class_of(context.number) or context.kind))
+        super().expect(context._replace(kind=self._class_of(context.number) or context.kind))
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
         super().requested(rows, missing, tenant, now_ns)

@@ -125,7 +125,7 @@ def bench_daemon(
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name:
         directory = Path(name)
         with (directory / "log").open("wb") as log, _listener(directory / "notify") as listener:
-            environment = {**os.environ, **_byte_code(), "NOTIFY_SOCKET": str(directory / "notify")}
+            environment = {**os.environ, **byte_code(), "NOTIFY_SOCKET": str(directory / "notify")}
             started = time.perf_counter()
             command = _command(program, directory, state_dir or directory / "state", settings)
             if config:
@@ -151,7 +151,7 @@ def slowed_daemon(state: Path, delay_s: float) -> Iterator[BenchDaemon]:
 
 
 @functools.cache
-def _byte_code() -> dict[str, str]:
+def byte_code() -> dict[str, str]:
     """Variables with which a daemon starts from byte code, as an installed one does, even if this shell forbids it."""
     place = tempfile.TemporaryDirectory(prefix="kvbench-code-")
     atexit.register(place.cleanup)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from kvstore_simulator.engine_reports import ANSWER_TOKEN_NS
@@ -338,7 +337,7 @@ class Node:
         due_in_ms = None
         if hint.due_ns is not None:
             due_in_ms = round((hint.due_ns / self.settings.speed - answered_ns) / NS_PER_MS)
-            hint = replace(hint, due_ns=None)
+            hint = hint._replace(due_ns=None)
             if due_in_ms < 0:  # the next request was not waiting for the answer, and has come: nothing to announce
                 if hint == ChainHint():
                     return

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -65,8 +64,7 @@ from kvstored.telemetry import Latencies
 NAMES_S = 5.0  # to read saved names in, at the start; less than kvctl waits for an answer
 
 
-@dataclass(frozen=True)
-class Services:
+class Services(NamedTuple):
     """The parts of the daemon that serve clients and look after the store. `listen` makes them reachable through
     sockets."""
 
@@ -89,8 +87,7 @@ class Services:
     weights: WeightVersions
 
 
-@dataclass(frozen=True)
-class Control:
+class Control(NamedTuple):
     """The parts of the daemon that change while it serves: the configuration's reload, tokens, certificates, and the
     health service."""
 

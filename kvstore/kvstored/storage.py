@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.state_identity import read_ownership
@@ -51,8 +50,7 @@ log = logging.getLogger(__name__)
 CLUSTER, MASTER_KEY = b"kvstore cluster", b"kvstore master"
 
 
-@dataclass(frozen=True)
-class NodeStorage:
+class NodeStorage(NamedTuple):
     """The opened storage of a node: the store of blocks, the tenants, and the saved state. `former` has the clients of
     the former process, None if memory is not kept over a restart."""
 

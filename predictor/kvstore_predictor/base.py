@@ -18,10 +18,9 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +37,7 @@ class NextStep(IntEnum):
     CLOSED = 3  # nothing: the session is over
 
 
-@dataclass(frozen=True, slots=True)
-class PredictorRequest:
+class PredictorRequest(NamedTuple):
     """A request that a predictor sees: the `keys` of its blocks (16 bytes each), from the first on, and the number of
     its `tenant`. `number` names the request in `answered`. 0 and "" mean not known.
     """
@@ -51,8 +49,7 @@ class PredictorRequest:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(NamedTuple):
     """An engine's expectation about a chain. `will_continue` is the probability that a later request continues the
     chain, `due_s` the time when a request will use it, and `next_step` the reason why the engine stopped. None and 0
     mean not given.
@@ -64,8 +61,7 @@ class Hint:
     answer_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A guess that the tenant number `tenant` will request the chain of `blocks` blocks that ends with block `key`.
     `probability` is the chance of a request within the horizon (seconds) for which `guesses` was called. Before the
     time `first_s` a request has a tenth of that chance, and before `due_s` half of it. `confidence`, from 0 to 1, says

@@ -110,13 +110,16 @@ class HazardTables:
             self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
-        number = len(self.orders)
+        number, first = len(self.orders), len(self._names) + 1
         self.orders.append(ladder.order)
         self._taken.append(tuple(map(Features._fields.index, ladder.order)))
         self._steps.append({})
-        for path, counts in ladder.counts.items():
-            node = self._node(number, path)  # first: the array may grow
-            self._counts[node] = counts
+        names = [(number, path) for path in ladder.counts]  # none is known: the number is new
+        self._names += names
+        self._nodes.update(zip(names, range(first, first + len(names)), strict=True))
+        while len(self._names) >= len(self._counts):
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._counts[first : first + len(names)] = [*ladder.counts.values()] or 0.0
 
     def counts(self) -> list[Ladder]:
         """Return the present ladders (counts of chains by ever finer classes)."""

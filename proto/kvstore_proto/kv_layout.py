@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore_proto.errors import InvalidValue
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -33,8 +33,7 @@ _AXES: Final = {  # T: token, H: head, P: the pair of K and V
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The place of an array of numbers in a block's payload. `offset` is the position of its first number in bytes.
     `strides` has for each axis of `shape` the distance in bytes between neighbours.
     """

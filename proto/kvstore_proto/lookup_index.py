@@ -37,8 +37,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import xxhash
 
@@ -74,8 +74,7 @@ class IndexState(IntEnum):
     SERVING = 2
 
 
-@dataclass(frozen=True, slots=True)
-class IndexLayout:
+class IndexLayout(NamedTuple):
     """The fixed fields in the header of a lookup index: the number of its `buckets`, the `seed` of its hash, and the
     digest of its `tenant`.
     """

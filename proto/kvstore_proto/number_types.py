@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class NumberType:
+class NumberType(NamedTuple):
     """A type of the numbers in stored state. `name` is its name in NumPy and torch, `dlpack` its type code in DLPack,
     and `nbytes` the size of one number. `typestr` is its name in NumPy's array interface; if it has none there, it is
     the unsigned integer of equal size.

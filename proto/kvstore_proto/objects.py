@@ -19,9 +19,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +74,7 @@ class ObjectChecksum:
         return int.from_bytes(self._hash.digest()[:8], "little")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHead:
+class ObjectHead(NamedTuple):
     """The head of a stored object, which is stored in front of the object's bytes: its size `size_bytes`, the size
     `block_bytes` of its blocks, and the `checksum` of its bytes.
     """

@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 SECRET_FILE, IDENTITY_FILE = "secret", "identity.json"
 SECRET_BYTES = 32
@@ -45,8 +46,7 @@ class DamagedIdentity(ValueError):
     """The error of an identity file that exists and cannot be understood. The message is its path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ownership:
+class Ownership(NamedTuple):
     """The result of checking that the blocks in a state directory and an NVMe directory belong to the daemon's secret.
     `problem` is one sentence that says why a daemon must not start and what the user can do, or "". `dram_is_lost`
     and `nvme_is_lost` are True if the blocks there can no longer be reached, even if the daemon starts.
@@ -83,7 +83,7 @@ def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
         dram_is_lost=not is_new and (is_unknown or (state not in (None, *ours)) or (is_damaged and not ours)),
         nvme_is_lost=nvme not in (None, *ours) or (nvme is None and has_slabs and is_unknown),
     )
-    return replace(found, problem="" if is_new else _problem(found, (state_dir, nvme_dir), raw is None, state, nvme))
+    return found._replace(problem="" if is_new else _problem(found, (state_dir, nvme_dir), raw is None, state, nvme))
 
 
 def _problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def run(
 def wait_for_demotions(driven: DrivenStore) -> Demotion:
     """A busy machine may take longer to copy a block down than the block otherwise waits for it."""
     (demotion,) = (each for each in driven.small.store.copiers if isinstance(each, Demotion))
-    demotion._bounds = replace(demotion._bounds, wait_s=None)
+    demotion._bounds = demotion._bounds._replace(wait_s=None)
     return demotion
 
 

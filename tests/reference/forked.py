@@ -174,6 +174,7 @@ def _main(program: str, connection: socket.socket) -> None:
         importlib.import_module(module)
     if program == "kvstored":
         importlib.import_module("kvstore_predictor.prior").shipped()  # the same in each daemon, and kept
+        importlib.import_module("kvstored.config").load_config(None)  # as are the defaults
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
     arguments = _serve(connection)
     if arguments is None:

@@ -10,7 +10,7 @@ of the ended process may still look at them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,7 @@ _MAX_GENERATION = (1 << 32) - 1  # the residency index keeps it in 32 bits
 Headers = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderScan:
+class HeaderScan(NamedTuple):
     """The result of reading the block headers in one arena (shared memory cut into slots). `headers[i]` is the header
     (184 bytes, dtype `HEADER`) of the block in slot number `slots[i]`. `retired` has, by slot number, the generation of
     each slot whose block is gone. `damaged` is the number of headers that begin like a header but fail a check.
@@ -114,8 +113,7 @@ def _checksum(page: npt.NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(raw)
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptedArena:
+class AdoptedArena(NamedTuple):
     """The blocks that were found in an arena (shared memory cut into slots) of a process that has ended. The block with
     the header `headers[i]` is in `slots[i]`. The slots in `retired` have bytes of blocks that are gone. All these slots
     are allocated; the caller frees each one that it does not need. `damaged_slots` is the number of slots with an

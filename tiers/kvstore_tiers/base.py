@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -119,8 +120,7 @@ class TierInfo:
         return self.memory is not MemoryKind.FILE
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerReport:
+class ContainerReport(NamedTuple):
     """Figures about one container of a tier (an arena or a slab file), which is cut into slots of `slot_bytes` bytes.
     While one of its slots is used, all slots belong to `owner`; it is "" in a tier that does not separate owners."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, read_header
@@ -41,8 +40,7 @@ class Slot(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileImage:
+class FileImage(NamedTuple):
     """The place of a stored block in a file, which another tier may read itself. At `offset` of the file is a header
     page with this `generation`, then `payload_bytes` bytes of payload, then zeros up to a whole page. `descriptor` is
     read-only, and bypasses the page cache if the file system can.

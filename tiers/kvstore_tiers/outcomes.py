@@ -6,9 +6,9 @@ Invariant: a completion is called exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_proto.arena import BlockHeader
 
@@ -22,8 +22,7 @@ class OutcomeKind(Enum):
     CANCELLED = "cancelled"  # closed before it ran
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of a transfer of one block. `header` is the block's verified header after a successful read or write,
     `nbytes` the bytes moved, `message` the reason for a failure, `errno` the system's error number or 0.
     """

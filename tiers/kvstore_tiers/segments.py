@@ -13,8 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,7 @@ class MemoryKind(Enum):
     FILE = "file"  # no address: reached by reads and writes alone
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A piece of memory, `nbytes` bytes at `address`, that a transfer reads or fills. `owner` is an object that keeps
     the memory alive. If the memory is a slot, `generation` is the slot's, which is written into the header of an image
     that is stored there. If clients can write the memory, `vouched` is the only header that is believed there.

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,7 @@ _FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capa
 NEVER_READ = frozenset({"daemon.record"})  # written
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A setting that differs between two configurations: its name in the file, and its old and new value as text."""
 
     name: str

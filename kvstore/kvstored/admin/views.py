@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from kvstored.store.policies.boundaries import SPENT
 from kvstored.unsaved import Unsaved
 
 
-@dataclass(frozen=True)
-class DaemonParts:
+class DaemonParts(NamedTuple):
     """The parts of the daemon that an operator's views read."""
 
     store: Store

@@ -8,7 +8,7 @@ half-written renewal changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 
@@ -19,8 +19,7 @@ _SAN_PROPERTIES = {"peer_dns": "dns", "peer_uri": "uri"}  # as gRPC calls them
 _ANY_SAN, _COMMON_NAME = "x509_subject_alternative_name", "x509_common_name"
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(NamedTuple):
     """The files that the TCP listener uses, in PEM: its private key and its certificate chain, and the certificates of
     clients' authorities, None if clients need no certificate."""
 

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
@@ -157,8 +158,7 @@ class _Listener:
     empty_queue_ticks: int = 0
 
 
-@dataclass(frozen=True)
-class _Arrival:
+class _Arrival(NamedTuple):
     """A connection that has been accepted. `caller` is who is counted for it: a uid, or the tenant of an own socket."""
 
     socket: socket.socket

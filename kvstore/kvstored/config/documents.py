@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ def reference_text() -> str:
     return Path(__file__).with_name("reference.toml").read_text()
 
 
+@cache
 def read_reference() -> Table:
     """Return the tables of reference.toml, which has every setting with its default. Each tier is a table under the
-    tier's name."""
+    tier's name. It is read once; callers change copies."""
     return dict(_named(tomllib.loads(reference_text()), {}, "reference.toml")) | {TENANT: []}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -14,13 +14,14 @@ from kvstored.config.mistakes import ConfigError
 Table = dict[str, Any]
 Section = TypeVar("Section")
 NOTHING: Mapping[str, Any] = {}
+_hints = cache(get_type_hints)
 
 
 def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str, Any] = NOTHING) -> Section:
     """Return a settings object of the class `kind`. Its fields have the values in `known`, and otherwise those in the
     TOML `table` of the section `name`. Sizes become bytes, and paths absolute; a path "" becomes None. Raises
     ConfigError."""
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     values = dict(known)
     for field in fields(kind):  # type: ignore[arg-type]
         key = field.name if field.name in table else field.name.removesuffix("_bytes")
@@ -33,11 +34,6 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
             value = Path(value).absolute() if value else None
         values[field.name] = value
     return kind(**values)
-
-
-@functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
 
 
 def size(section: str, table: Table, key: str, whole_bytes: int = 0) -> int:

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
@@ -30,8 +30,7 @@ class StreamOver(Exception):
     """An error: a client's stream cannot be read or written any more, because the client or the stream is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamServices:
+class StreamServices(NamedTuple):
     """The objects that a stream needs to answer requests. `inflight_limit` bounds the running tasks of one client, over
     all its streams.
     """

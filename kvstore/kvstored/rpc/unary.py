@@ -14,10 +14,9 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -39,7 +38,7 @@ from kvstored.rpc.grpc_socket import add_unix_port, connection_options
 from kvstored.rpc.health import HealthService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
-from kvstored.telemetry.spans import CURRENT
+from kvstored.telemetry import CURRENT
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStoreUnary"].full_name
@@ -192,8 +191,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
             work.exception()  # its caller may have given up: then nothing else takes it
 
 
-@dataclass(frozen=True)
-class UnaryListeners:
+class UnaryListeners(NamedTuple):
     """The sockets of the service KVStoreUnary. `make_service` makes the service for the callers of one socket; `own`
     returns the tenant of the daemon's own user, `by_certificate` the one of names in a client's certificate.
     """

@@ -7,7 +7,7 @@ Each part is made by a function that takes its inputs and returns the part; `ass
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -63,8 +63,7 @@ BLOCKS_A_GET = 8.0  # before the first get has told
 KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Ground:
+class Ground(NamedTuple):
     """The objects that most parts of a store need. `keyed` maps positions to the remote (key-addressed) tiers."""
 
     config: Config

@@ -49,15 +49,13 @@ class Reading:
     latencies: Mapping[str, Counts] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricSeries:
+class MetricSeries(NamedTuple):
     key: SeriesKey
     is_flow: bool
     values: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Consecutive samples of one resolution, the oldest first. `at_ns` is the end of each sample, `span_s` its length
     in seconds."""
 

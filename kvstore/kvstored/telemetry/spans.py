@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,9 +32,6 @@ BATCH_SPANS, BATCH_S = 512, 1.0
 SEND_S = 5.0  # for one batch, and for the rest at the end
 DEFAULT_PATH = "/v1/traces"
 Facts = Mapping[str, str | int | bool]
-
-CURRENT: ContextVar[TraceContext | None] = ContextVar("span that is under way", default=None)
-"""The span in which the present task or call runs; None outside of requests."""
 
 
 class TracesError(ValueError):

@@ -70,6 +70,14 @@ def test_reading_it_loads_no_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_the_defaults_are_read_once_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = load_config(None, FIXED)
+    monkeypatch.setattr("kvstored.config.documents.tomllib.loads", lambda text: {"value": "none"})
+    assert load_config(None, ["daemon.socket_group=none"]).daemon.socket_group == "none"
+    monkeypatch.undo()
+    assert load_config(None, FIXED) == before
+
+
 def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
     assert load_config(None, FIXED).host.staging_bytes == 64 * MIB
     assert load_config(None, [*FIXED, "host.staging=100MiB"]).host.staging_bytes == 64 * MIB

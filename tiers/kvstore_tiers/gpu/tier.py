@@ -22,7 +22,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -232,8 +231,7 @@ class GpuTier(ContainerTier):
         for slot, is_whole in zip(found.slots, holds, strict=True):
             if not is_whole:
                 self._chunks.free(slot)
-        return replace(
-            found,
+        return found._replace(
             slots=[slot for slot, is_whole in zip(found.slots, holds, strict=True) if is_whole],
             headers=found.headers[np.array(holds, dtype=bool)],
             damaged_slots=found.damaged_slots + holds.count(False),

@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES
 from kvstore_tiers.image import aligned_down, aligned_up
@@ -29,8 +29,7 @@ class _Pages(threading.local):
         self.bounce = AlignedBuffer(0)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRead:
+class ImageRead(NamedTuple):
     """A slot image (header page and payload) that was read but not checked yet, valid until this thread's next
     transfer. `payload` is the memory with the payload; `waiting` are segments of the caller that are still to be
     filled.

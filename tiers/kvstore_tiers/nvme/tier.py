@@ -11,9 +11,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore_proto.arena import SEALED, BlockHeader
 from kvstore_tiers import failpoints
@@ -59,8 +60,7 @@ DEFAULT_QUARANTINE_SLOTS = 16
 _UNEXPLAINED = "quarantined before the last start"
 
 
-@dataclass(frozen=True, slots=True)
-class TierOptions:
+class TierOptions(NamedTuple):
     """The options of an NVMe tier; `NvmeTier.open` explains them."""
 
     io_threads: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -180,8 +180,7 @@ class Origins:
         return [raw[50:] for raw in self._numbers]
 
 
-@dataclass(frozen=True)
-class Judge:
+class Judge(NamedTuple):
     """A judge of the records of one slab file, which has `superblock` and is `length_bytes` bytes long. It uses
     `checksums`, which no other thread may use meanwhile, and `origins`, a table of tenants and fingerprints.
     """

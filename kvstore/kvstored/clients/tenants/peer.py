@@ -6,8 +6,8 @@ import os
 import select
 import socket
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstored.clients.containers import container_of
 from kvstored.process import is_unmapped, start_ticks
@@ -16,8 +16,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; missing from Python's socket module
 _UCRED = struct.Struct("3i")
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """The process at the other end of a Unix socket, as the kernel described it when it connected.
 
     `pid` is 0 if the process is in a pid namespace that the daemon cannot see into. `cgroup` is a label for people, ""

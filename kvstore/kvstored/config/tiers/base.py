@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
@@ -32,16 +32,14 @@ NO_CODEC, AUTO_CODEC = "none", "auto"
 MIN_STAGING_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class MachineSizes:
+class MachineSizes(NamedTuple):
     """The sizes of this machine, in bytes, to which percentages and defaults of settings refer."""
 
     memory_bytes: int
     state_dir: Path
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """The parameters that a remote tier needs: the secret of the node or its cluster, and a function from a tenant's
     digest to its setting for remote tiers ("" if it has none)."""
 

@@ -25,8 +25,8 @@ import stat
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,14 +72,12 @@ class ForeignLedger(ValueError):
     why."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormerLease:
+class FormerLease(NamedTuple):
     lease_id: int
     places: list[Place]
 
 
-@dataclass(frozen=True, slots=True)
-class FormerSession:
+class FormerSession(NamedTuple):
     """A client's session with the former process of the daemon, read from the ledger. `tokens` are the session tokens
     by which the client may name it."""
 

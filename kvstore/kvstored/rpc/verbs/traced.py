@@ -25,7 +25,8 @@ from kvstored.store.leases import LeaseBook
 from kvstored.store.operations.records import Offer
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.mover import LaneTransfer
-from kvstored.telemetry.spans import CURRENT, EndedSpan, Facts, Sampler
+from kvstored.telemetry import CURRENT
+from kvstored.telemetry.spans import EndedSpan, Facts, Sampler
 
 MAX_OPEN_LEASES = 65_536
 Note = Callable[[EndedSpan], None]

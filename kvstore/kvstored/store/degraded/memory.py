@@ -9,14 +9,13 @@ ignored; with none of them there is no limit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _V1_NO_LIMIT = 1 << 62  # what version 1 shows where no limit is set is a little less than 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
+class MemoryReading(NamedTuple):
     """A reading of the machine's free memory. `where` names the limit (machine or cgroup) that is nearest.
     `stalled_percent` is the share of the last 10 s in which all tasks waited for memory."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.telemetry import Counters
@@ -32,8 +32,7 @@ class Mode(Enum):
 SHEDDING = frozenset({Mode.SLOW, Mode.READ_ONLY, Mode.FAILED})
 
 
-@dataclass(frozen=True, slots=True)
-class Degradation:
+class Degradation(NamedTuple):
     """A part of the daemon that does not do all of its work, with its mode, the reason, and the monotonic time since
     when.
     """

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstored.clock import NS_PER_S
@@ -60,8 +61,7 @@ class SavedBudget:
     spent_bytes: int = 0  # since the first start, for people
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReading:
+class ClockReading(NamedTuple):
     """A reading of all clocks at one moment, with the name of the machine's boot."""
 
     monotonic_ns: int

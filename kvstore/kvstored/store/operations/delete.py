@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_tiers.base import Outcome, OutcomeKind
@@ -35,8 +35,7 @@ class Fate(Enum):
 _GONE = (Fate.DELETED, Fate.MISSING)
 
 
-@dataclass(frozen=True)
-class DeletionResult:
+class DeletionResult(NamedTuple):
     """The result of a deletion. `fates` has one entry for each requested key, in their order; `nbytes` is the sum of
     the payload bytes of the deleted blocks.
     """

@@ -10,7 +10,7 @@ begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.terms import NO_TERMS, Terms
@@ -31,8 +31,7 @@ def leading(present: Sequence[bool]) -> int:
     return present.index(False) if False in present else len(present)
 
 
-@dataclass(frozen=True, slots=True)
-class Presence:
+class Presence(NamedTuple):
     """The answer to a lookup of a chain. `rows` has the row of each requested block, or -1 when the block is missing or
     cannot be reached. `load_us` has for each block the microseconds that it adds to the time for loading the chain. The
     first `usable` blocks can be restored; `cause` says why the next one cannot, None when all can.
@@ -103,8 +102,7 @@ class LookUp:
         return Presence(rows, load_us, usable, cause)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchResult:
+class PrefetchResult(NamedTuple):
     """The result of a prefetch of a chain. `stored_blocks` leading blocks are stored; `resident_blocks` of them were
     mapped already, and `scheduled_blocks`, with `scheduled_bytes` of payload, are queued for promotion.
     """
@@ -156,7 +154,7 @@ class Hints:
         now_ns = self._clock.monotonic_ns()
         known = self._residency.find_keys(client.tenant_id, keys)
         if due_in_ms is not None:
-            hint = replace(hint, due_ns=now_ns + due_in_ms * NS_PER_MS)
+            hint = hint._replace(due_ns=now_ns + due_in_ms * NS_PER_MS)
         self._feed.hinted(client.tenant_id, keys, known, hint, now_ns)
         return len(known)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -69,8 +68,7 @@ class Reserved(StagedBlocks, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """The blocks that a put wants stored, in chain order. Each sequence has one entry for each block. `offsets` are
     places in `staged`, or NOWHERE for a block that the client believes to be stored and has not written. `before` has
     keys of blocks right before the first parent, in chain order.
@@ -99,8 +97,7 @@ class PutAnswer(NamedTuple):
     final: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GetRequest:
+class GetRequest(NamedTuple):
     """A client's request to lease a chain. `keys` are packed, 16 bytes each, in chain order. `max_wait_ms` and
     `deadline_ms` bound the wait for promotions; 0 is no bound. `context` is the engine's description of its request,
     for policies.
@@ -131,8 +128,7 @@ class GetRequest:
         return NO_TIERS if self.host_only else client.device_tiers
 
 
-@dataclass(frozen=True, slots=True)
-class GrantedRun:
+class GrantedRun(NamedTuple):
     """A lease on consecutive blocks of a chain, all readable now. `first` is the position of the first one. `blocks`
     and `slots` have one entry for each block. `promoted` counts the blocks that were read for this get, by the tier
     they came from. `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now."""
@@ -151,8 +147,7 @@ class GrantedRun:
         return self.blocks.rows
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(NamedTuple):
     """The end of a get. `blocks` leading blocks are leased; `run` is their lease, None when they came in parts. `cause`
     says why the next block is missing, None when none is. When only mapped blocks were wanted, `resident_blocks` counts
     all stored blocks, and `load_us` is the expected time for loading them in microseconds.
@@ -165,8 +160,7 @@ class Acquired:
     load_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(NamedTuple):
     """The expected loading times of a get. For each stored block, `tiers` has the fastest tier that holds it, and
     `ready_us` the microseconds until it is readable."""
 

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,7 @@ class Share:
 NO_SHARE = Share()
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
+class PolicySettings(NamedTuple):
     """The settings of a policy. A block with fewer expected uses an hour than `keep_worth` should not stay in its tier
     even if there is room; 0 keeps all. Policies that do not estimate uses ignore it. `later` is called with work that
     no request waits for, and runs it after the present event; None runs such work at once.
@@ -76,8 +76,7 @@ class PolicySettings:
     later: Callable[[Callable[[], None]], object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(NamedTuple):
     """An engine's description of a request, for policies; a policy must work without it. `number` names the request in
     a later call of `answered`, which is made when the request ends if `is_answered_later` is set. `kind` is the
     engine's name for this type of request."""
@@ -88,8 +87,7 @@ class RequestContext:
     is_answered_later: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChainHint:
+class ChainHint(NamedTuple):
     """An engine's expectation about a chain. A field with None or 0 was not given. `will_continue` is the probability
     that the chain is continued; `due_ns` is the monotonic time at which an expected request uses it; `answer_tokens` is
     the length of the answer.
@@ -101,8 +99,7 @@ class ChainHint:
     answer_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The facts by which a policy translates a state that an earlier process saved. `tenants` maps that process's
     tenant numbers to present ones (-1: the tenant is gone), `later_ns` is to be added to saved times, `now_ns` is the
     time now."""
@@ -338,7 +335,7 @@ def deliver_hint(
     The hint is about the chain of `tenant` that ends with the block `key`. If it announces a request (`due_ns`), that
     is reported for the stored leading blocks `rows` instead, since a queued prompt ends with blocks that are new."""
     listening = [policy for policy in policies if isinstance(policy, Listens)]
-    of_the_end = replace(hint, due_ns=None)
+    of_the_end = hint._replace(due_ns=None)
     if of_the_end != _NOTHING:
         row = residency.find(tenant, key)
         for policy in listening:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_predictor.base import Guess
 from kvstored.clock import NS_PER_S, Clock
@@ -39,8 +39,7 @@ HOLD_LEAST = 0.25  # what is less likely is not held any longer
 RENEWED_S = 2.0  # so often, at most, the policy is asked to keep a chain
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchStatus:
+class PrefetchStatus(NamedTuple):
     """A report on a store's prefetch. `failure` is why the predictor is off, "" while it works. `tenants` has figures
     by tenant number, `all` the figures of all tenants together.
     """
@@ -60,8 +59,7 @@ class _Took(dict[tuple[int, int], tuple[int, float]]):
     """The source, and the seconds of a read, of blocks by tiers and size."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Walked:
+class _Walked(NamedTuple):
     """The missing blocks of a chain when it was looked at; they count as unchanged until `until_s`."""
 
     blocks: list[UnmappedBlock]

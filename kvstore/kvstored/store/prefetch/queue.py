@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstored.clock import NS_PER_S
 from kvstored.store.transfer.rates import TokenBucket
@@ -28,8 +29,7 @@ BURST_S = 1.0
 HOUR_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class UnmappedBlock:
+class UnmappedBlock(NamedTuple):
     """A block that is not in the mapped tier and may be prefetched: its `token` names it, and `source` is the tier that
     it is read from; its slot's size in bytes and the seconds that the read takes are known."""
 
@@ -39,8 +39,7 @@ class UnmappedBlock:
     load_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchCandidate:
+class PrefetchCandidate(NamedTuple):
     """A chain that will perhaps be requested, between `first_s` and about `due_s`. `key` is its last block; `blocks`
     are its blocks that are not mapped, in the order of use. After a prefetch they are kept for it until `until_s`."""
 

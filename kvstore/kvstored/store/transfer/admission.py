@@ -9,7 +9,6 @@ admission says whether a block may take the place of another one. Both ask admis
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstored.clock import NS_PER_S, Clock
@@ -26,8 +25,7 @@ _TURNOVERS = 8
 _NOTES_MAX = 4096  # victims that won; without its note a victim stays longer
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteWrites:
+class RemoteWrites(NamedTuple):
     """The rules for writes to a remote tier. `share` is `evicted` (write a block when the tier above evicts it, if
     `admission` wants it), `reused` (write early also blocks that were used twice or have several continuations) or
     `all` (write every block early). `bytes_per_s` 0 means no limit.

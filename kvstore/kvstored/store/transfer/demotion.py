@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore_tiers.base import Slot
 from kvstored.store.blocks import Residency
@@ -23,8 +23,7 @@ from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The limits of demotions (copies of evicted blocks) into one tier. At most `at_once` blocks are under way. A
     caller waits until the oldest demotion has taken `wait_s` seconds (None: to the end), so a tier that hangs delays
     the tier above once and not for each block. `gate` says which blocks get a copy. `direct` is the link from DRAM, for

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from heapq import heappop, heappush
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvstored.store.transfer.rates import NS_PER_S, DemandPauses, RateMeter, ServiceModel, TokenBucket
 
@@ -111,8 +111,7 @@ class LaneItem(Generic[Work]):
     shared_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LaneStatistics:
+class LaneStatistics(NamedTuple):
     """A report on a lane. Tuples are indexed by Priority. `service_bytes_per_s` is the device's rate while busy."""
 
     name: str

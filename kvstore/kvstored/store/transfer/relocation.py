@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -76,7 +75,7 @@ class LaneRelocation:
         synced = await self._commit.sync()
         if synced.ok:
             return outcomes
-        return [replace(synced, header=outcome.header) if outcome.ok else outcome for outcome in outcomes]
+        return [synced._replace(header=outcome.header) if outcome.ok else outcome for outcome in outcomes]
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

@@ -16,8 +16,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Coding, Outcome, OutcomeKind, Segment, Slot, Tier
@@ -34,8 +34,7 @@ from kvstored.telemetry import Counters
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedImage:
+class StagedImage(NamedTuple):
     """A block in the form in which it will be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer`
     if it has memory of its own; without an image, the source's copy is stored as it is."""
 
@@ -99,7 +98,7 @@ class CodecStaging:
         if isinstance(staged, Outcome) or staged.image is None:
             self._give_back(buffer)
             return StagedImage(whole_bytes) if isinstance(staged, StagedImage) else staged
-        return replace(staged, buffer=buffer)
+        return staged._replace(buffer=buffer)
 
     def release(self, staged: StagedImage) -> None:
         """Free the memory of `staged`. The caller ensures that nothing reads it any more."""
