@@ -63,8 +63,9 @@ class InPlacePut(PutPart):
     _reserved: dict[int, _Reserved] = field(default_factory=dict, init=False)  # by number
     _current: _Reserved | None = field(default=None, init=False)
 
-    run_bytes: ClassVar = 4 << 20
+    run_bytes: ClassVar = 13 << 20  # 12 MiB and headers: few messages, see `PutPart`
     last_bytes: ClassVar = 1 << 20  # the daemon checksums so much without a hand-over to a thread
+    send_every_s: ClassVar = 0.003
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,15 +177,14 @@ class InPlacePut(PutPart):
     # Writing
 
     def _write_into(self, reserved: _Reserved) -> None:
-        """Fill the slots and send them: as many in a message as are written within a millisecond, and few in the last
+        """Fill the slots and send them: as many in a message as are written within `send_every_s`, and few in the last
         one."""
         self._current, self._write_until = reserved, min(self._deadline, reserved.usable_until)
         while self._todo and self._write():
             message = self._unsent
             message.reservation = reserved.number
-            written = sum(page > 0 for page in message.pages)
-            reserved.left -= written
-            self._taken += written
+            reserved.left -= message.written
+            self._taken += message.written
             self._send()
 
     def _take_run(self, most: int) -> SlotRun | None:

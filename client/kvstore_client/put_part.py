@@ -3,10 +3,10 @@ answers into the receipt.
 
 The module owns the pipeline: the blocks that are still to write, and the messages that were sent and are not answered,
 oldest first. The subclasses own the memory for the bytes: staging memory (`put`), or slots of the daemon (`in_place`).
-Blocks that are written within a millisecond, or are 24 MiB together, go in one message, because each message costs the
-daemon about as much time as copying 8 MiB. Other blocks are sent in several messages, so that the daemon copies while
-the client writes. Blocks that the lookup index shows are not written: only their keys are sent, and the daemon answers
-whether it wants them after all.
+Blocks that are written within a millisecond (`send_every_s`), or are 24 MiB together (`run_bytes`), go in one message,
+because each message costs the daemon about as much time as copying 8 MiB. Other blocks are sent in several messages, so
+that the daemon copies while the client writes. Blocks that the lookup index shows are not written: only their keys are
+sent, and the daemon answers whether it wants them after all.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from kvstore_client.staging import Extent, Use
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
-SEND_EVERY_S = 0.001
-
 
 @dataclass(slots=True, eq=False)
 class StoreMessage:
     """One request of a put that names blocks to store. `blocks` are their indices in the receipt. `pages` are the
     numbers of the places where their bytes were written: pages of the staging memory lent as `loan`, or slots of
-    `reservation`; 0 stands for a block that was not written. `extents` has the extent of staging memory of each block.
-    `call` is set when the request is sent.
+    `reservation`; 0 stands for a block that was not written, and `written` counts the others. `extents` has the extent
+    of staging memory of each block. `call` is set when the request is sent.
     """
 
     loan: int = 0
     reservation: int = 0
     blocks: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    written: int = 0
     extents: list[Extent | None] = field(default_factory=list)
     use: Use = field(default_factory=Use)
     call: Call | None = None
 
     def add(self, blocks: Sequence[int], pages: Iterable[int], extent: Extent | None = None) -> None:
         self.blocks += blocks
-        self.pages += pages
+        self.pages += (places := list(pages))
+        self.written += len(places) - places.count(0)
         self.extents += [extent] * len(blocks)
         if extent is not None:
             self.use.extents += [extent] * len(blocks)
@@ -71,8 +71,9 @@ class SlotRun(NamedTuple):
 class PutPart(ABC):
     """The base of the two ways to put blocks: through staging memory, and in place. It writes blocks, sends their keys,
     and enters the daemon's answers into the receipt. Use it once, in the caller's thread. The blocks in `_believed`
-    seem to be stored: they are named without being written until the daemon wants their bytes. One message stores at
-    most `run_bytes` bytes, and the last message at most `last_bytes` if that is not 0.
+    seem to be stored: they are named without being written until the daemon wants their bytes. A message is sent once
+    its blocks have `run_bytes` bytes, or `send_every_s` after the first was begun. The last message has at most
+    `last_bytes` if that is not 0.
     """
 
     _daemon: DaemonSession
@@ -86,8 +87,9 @@ class PutPart(ABC):
     _unsent: StoreMessage = field(default_factory=StoreMessage, init=False)
     _sent: deque[StoreMessage] = field(default_factory=deque, init=False)
 
-    run_bytes: ClassVar = 24 * 2**20
+    run_bytes: ClassVar = 24 << 20
     last_bytes: ClassVar = 0
+    send_every_s: ClassVar = 0.001
 
     def __post_init__(self) -> None:
         self._slot_bytes = slot_bytes(self._order.payload_bytes)
@@ -98,7 +100,7 @@ class PutPart(ABC):
     def _write(self) -> bool:
         """Fill the next message while there is room and time. Return False when the message has no block."""
         self._collect_answered()
-        message, sent_at = self._unsent, self._clock() + SEND_EVERY_S
+        message, sent_at = self._unsent, self._clock() + self.send_every_s
         last = max(1, self.last_bytes // self._slot_bytes) if self.last_bytes else 0
         with PayloadWriter(self._order.payload_bytes) as writer:
             while self._todo and len(message.blocks) < self._daemon.max_keys:
@@ -114,6 +116,7 @@ class PutPart(ABC):
                 elif (
                     not self._write_run(writer, message, last)
                     or self._clock() >= sent_at
+                    or self._room_in(message) <= 0
                     or len(self._todo) == last < len(message.blocks)
                 ):
                     break
@@ -141,9 +144,13 @@ class PutPart(ABC):
             self._leave_unwritten(run, run.slots - written)
         return True
 
+    def _room_in(self, message: StoreMessage) -> int:
+        """Return how many blocks may still be written for `message`."""
+        return max(self.run_bytes // self._slot_bytes, 1) - message.written
+
     def _run_length(self, message: StoreMessage, last: int) -> int:
         """Return how many of the next blocks are consecutive and have to be written."""
-        most = min(max(self.run_bytes // self._slot_bytes, 1), self._daemon.max_keys - len(message.blocks))
+        most = min(max(self._room_in(message), 1), self._daemon.max_keys - len(message.blocks))
         if last < len(self._todo):
             most = min(most, len(self._todo) - last)
         first, length = self._todo[0], 0

@@ -22,7 +22,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 IDLE_S: Final = 5.0
-AHEAD_BYTES: Final = 32 << 20  # held ahead at most
+AHEAD_BYTES: Final = 36 << 20  # held ahead at most: 32 MiB and headers
 USABLE_SHARE = 0.9  # of a reservation's time
 _AHEAD_DEADLINE_S = 1.0
 _CLOSE_WAIT_S = 0.1

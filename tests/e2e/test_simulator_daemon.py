@@ -43,7 +43,7 @@ def some_requests(*, once_every: int = 2, once_blocks: int = 9) -> list[list[int
 @pytest.fixture(autouse=True)
 def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a put that takes long is sent in parts, which overlap as the machine's load has it."""
-    monkeypatch.setattr("kvstore_client.put_part.SEND_EVERY_S", 60.0)
+    monkeypatch.setattr("kvstore_client.put_part.PutPart.send_every_s", 60.0)
 
 
 @dataclass

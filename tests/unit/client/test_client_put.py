@@ -168,7 +168,7 @@ def test_a_message_leaves_half_of_the_staging_memory_for_the_next(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the client writes while the daemon copies, as long as a message is not a small one."""
-    monkeypatch.setattr("kvstore_client.put_part.SEND_EVERY_S", -1.0)  # each run is sent
+    monkeypatch.setattr("kvstore_client.put_part.PutPart.send_every_s", -1.0)  # each run is sent
     daemon.knobs.staging_limit_bytes = 4 * SLOT
     with daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS, payloads=PAYLOADS)
@@ -176,6 +176,15 @@ def test_a_message_leaves_half_of_the_staging_memory_for_the_next(
         session.put(TOKENS[::-1], payloads=PAYLOADS)
     assert len(daemon.stores[0].pages) == 4
     assert [len(store.pages) for store in daemon.stores[-BLOCKS // 2 :]] == [2] * (BLOCKS // 2)
+
+
+def test_a_message_has_no_more_bytes_than_it_may_however_quickly_they_are_written(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_client.put_part.PutPart.send_every_s", 60.0)
+    monkeypatch.setattr("kvstore_client.put_part.PutPart.run_bytes", 3 * SLOT)
+    assert session.put(TOKENS, payloads=PAYLOADS).statuses == STORED
+    assert [len(store.pages) for store in daemon.stores] == [3] * (BLOCKS // 3) + [BLOCKS % 3] * (BLOCKS % 3 > 0)
 
 
 def test_a_loan_smaller_than_a_put_is_used_again(daemon: FakeDaemon) -> None:

@@ -219,19 +219,22 @@ class PutVerb:
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:
-        """Find slots one by one, evicting for them; fewer if there is no room for more."""
+        """Find slots, evicting for those that are not free; fewer if there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
         if request.ahead:
             most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
             left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes)
-        for count in range(1, min(request.blocks, left_bytes // nbytes) + 1):
-            slot = room.allocate_now(nbytes, tenant, writable=True)
-            if slot is None and not request.ahead:
-                slot = await self._make_room(request, nbytes, tenant)
-            if slot is None or not self._reservations.add(reservation, slot):
+        wanted = min(request.blocks, left_bytes // nbytes)
+        while wanted > 0:
+            slots = room.allocate_run(min(wanted, SLICE_SLOTS), nbytes, tenant, writable=True)
+            if not slots and not request.ahead and (slot := await self._make_room(request, nbytes, tenant)) is not None:
+                slots = [slot]
+            added = [self._reservations.add(reservation, slot) for slot in slots]  # each: one of an ended one is freed
+            if not added or not all(added):
                 return
-            if count % SLICE_SLOTS == 0:
+            wanted -= len(slots)
+            if len(slots) == SLICE_SLOTS:
                 await asyncio.sleep(0)
 
     async def _make_room(self, request: pb.ReserveSlots, nbytes: int, tenant: int) -> Slot | None:
