@@ -7,6 +7,9 @@ is the same, and so are the kernels, which read a table of consecutive blocks. P
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from kvstore_engine.blocks.block_table import BlockTable
@@ -18,13 +21,24 @@ from kvstore_engine.pool import BlockPool, PoolExhausted
 
 class ContiguousSpace(BlockSpace):
     """The allocator of the K/V blocks of `pool` for sequences that lie in one piece. `moved` counts the blocks that
-    `_move` has copied for that.
+    `_move` has copied for that; `moves` has of each move when it ended, by `clock`, and how long it took.
     """
 
-    def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, *, sharing: bool = True, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         super().__init__(pool, sharing=False)
         self.tables: set[BlockTable] = set()
         self.moved = 0
+        self.moves: list[tuple[float, float]] = []
+        self._clock = clock
+
+    def gaps_without_moves(self, at_s: Sequence[float]) -> list[float]:
+        """Return the seconds between each two of the times `at_s` that follow one another, but for those of moves."""
+        ends, seconds = np.array(self.moves or [(0.0, 0.0)]).T
+        before = np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, at_s, side="right")]
+        gaps: list[float] = np.diff(np.asarray(at_s) - before).tolist()
+        return gaps
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
         table = super().claim(tenant, tokens)
@@ -84,6 +98,7 @@ class ContiguousSpace(BlockSpace):
         shift = int(table.ids[0]) - target
         if not shift:
             return
+        begin_s = self._clock()
         piece = abs(shift) if shift > 0 else table.count  # a move to the left may overlap: in pieces it does not
         for first in range(0, table.count, piece):
             sources = table.blocks[first : first + piece]
@@ -92,3 +107,5 @@ class ContiguousSpace(BlockSpace):
             self.pool.copy_blocks(sources, targets)
             for offset, block in enumerate(targets):
                 self.relocate(table, first + offset, block)
+        end_s = self._clock()
+        self.moves.append((end_s, end_s - begin_s))

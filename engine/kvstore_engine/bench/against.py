@@ -27,7 +27,7 @@ from kvstore_engine.bench.workload import ClosedLoop, LoadSettings, Workload, ma
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml import find_library
 
-OURS, DEFAULT, BEST = "ours", "default", "best"
+OURS, DEFAULT, BEST, PRODUCTS = "ours", "default", "best", "products"
 _PLAIN, _FLASH = "plain", "flash"
 _LIBGOMP_SPINS = {"GOMP_SPINCOUNT": "300000"}
 _PAD_TOKENS = 256
@@ -222,6 +222,7 @@ def decode_speeds(
     """
     settings: dict[str, dict[str, object]] = {
         OURS: ours,
+        PRODUCTS: {"products": True},
         _PLAIN: {"flash": False, "unified": False},
         _FLASH: {"flash": True, "unified": False},
         DEFAULT: {"flash": True, "unified": True},

@@ -5,12 +5,13 @@
 The module owns the definition of a decode step on each side: one token for each sequence, with the choice of the
 likeliest one included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash",
 "unified"}; the answer holds the seconds of each step in which all sequences took part, and of those the seconds that
-threads had to wait for a core.
+threads had to wait for a core. With {"products": True} this engine computes only a step's products with matrices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes as ct
 import sys
 import time
 from contextlib import closing
@@ -115,9 +116,61 @@ def decode_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str
         return {"seconds": seconds, "core_wait_s": core_wait_s() - waited}
 
 
+def multiply_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
+    """Multiply, a step at a time, each of the model's matrices with a row for each sequence, as a decode step does."""
+    from kvstore_engine.ggml.structs import tensor_at
+    from kvstore_engine.gguf import GGUFFile
+    from kvstore_engine.graph.decoder import AttentionOperation, GraphBuilder, PoolTensors
+    from kvstore_engine.graph.products import ProductOperations
+    from kvstore_engine.kernels import select_kernels
+    from kvstore_engine.kernels.foreign import array_at
+    from kvstore_engine.kernels.layout import Product
+    from kvstore_engine.model.weights import load_model
+    from kvstore_proto.ggml_types import F32
+
+    count, kernels, memory = question["sequences"], select_kernels(), Product.new()
+    operations = ProductOperations(kernels.q4_product_address, kernels.q8_product_address, ct.addressof(memory))
+    with contextlib.ExitStack() as stack:
+        weights = stack.enter_context(load_model(GGUFFile.open(model)))
+        ggml, layers = weights.library, range(weights.config.layers)
+        parts = weights, PoolTensors((), ()), AttentionOperation(0, ()), operations
+        builder = GraphBuilder(*parts, layers=layers, tokens=count, outputs=count)
+        stack.callback(ggml.free, builder.context)
+        rows: dict[int, int] = {}
+        for linear in weights.linears():
+            width = tensor_at(linear.weight).ne[0]
+            if width not in rows:
+                rows[width] = ggml.new_tensor_2d(builder.context, F32, width, count)
+                ggml.set_input(rows[width])
+                ggml.set_output(rows[width])  # so that no product is written over it
+            ggml.build_forward_expand(builder.graph, builder.linear(linear, rows[width]))
+        backend, allocator = ggml.backend_cpu_init(), ggml.gallocr_new(ggml.backend_cpu_buffer_type())
+        stack.callback(ggml.backend_free, backend)
+        stack.callback(ggml.gallocr_free, allocator)
+        ggml.backend_cpu_set_n_threads(backend, threads)
+        if not ggml.gallocr_alloc_graph(allocator, builder.graph):
+            raise MemoryError("no memory for the products of a step")
+        random = np.random.Generator(np.random.PCG64(question["seed"]))
+        for width, tensor in rows.items():
+            array_at(tensor_at(tensor).data, np.float32, count, width)[:] = random.standard_normal((count, width))
+        seconds, waited = [], 0.0
+        for step in range(_WARM_STEPS + question["steps"]):
+            if step == _WARM_STEPS:
+                waited = core_wait_s()
+            begin = time.perf_counter()
+            ggml.backend_graph_compute(backend, builder.graph)
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds[_WARM_STEPS:], "core_wait_s": core_wait_s() - waited}
+
+
 def main(arguments: list[str]) -> None:
     side, model, threads = arguments[0], Path(arguments[1]), int(arguments[2])
-    decode = decode_ours if side == "ours" else decode_llama
+
+    def decode(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
+        if side == "llama":
+            return decode_llama(model, threads, question)
+        return (multiply_ours if question.get("products") else decode_ours)(model, threads, question)
+
     answer_questions(lambda question: decode(model, threads, question))
 
 

@@ -146,7 +146,8 @@ class GraphBuilder:
         normed: int = ggml.mul(self.context, ggml.rms_norm(self.context, hidden, self.model.config.rms_epsilon), weight)
         return normed
 
-    def _linear(self, linear: Linear, rows: int) -> int:
+    def linear(self, linear: Linear, rows: int) -> int:
+        """Return the product of `rows` with the matrix `linear`, and its bias if there is one."""
         product: int
         if operation := self.products.operation(linear):
             product = self._own_product(operation, self.products.userdata, linear.weight, rows)
@@ -197,14 +198,14 @@ class GraphBuilder:
         """Return [head_dim, heads, tokens] of queries and of keys, [kv_width, tokens] of values."""
         ggml, context, config = self.ggml, self.context, self.model.config
         if not layer.attn_qkv.weight:
-            query = self._linear(layer.attn_q, normed)
-            key = self._linear(layer.attn_k, normed)
+            query = self.linear(layer.attn_q, normed)
+            key = self.linear(layer.attn_k, normed)
             return (
                 ggml.reshape_3d(context, query, config.head_dim, config.heads, self.tokens),
                 ggml.reshape_3d(context, key, config.head_dim, config.kv_heads, self.tokens),
-                self._linear(layer.attn_v, normed),
+                self.linear(layer.attn_v, normed),
             )
-        fused = self._linear(layer.attn_qkv, normed)
+        fused = self.linear(layer.attn_qkv, normed)
         head, queries = config.head_dim * _F32_BYTES, config.heads * config.head_dim * _F32_BYTES
         keys = config.kv_width * _F32_BYTES
         row = queries + 2 * keys
@@ -284,7 +285,7 @@ class GraphBuilder:
 
     def _project(self, index: int, attended: int, hidden: int) -> int:
         layer = self.model.layers[index]
-        projected = self._norm(self._linear(layer.attn_output, attended), layer.post_attention_norm)
+        projected = self._norm(self.linear(layer.attn_output, attended), layer.post_attention_norm)
         added: int = self.ggml.add(self.context, projected, hidden)
         return added
 
@@ -293,7 +294,7 @@ class GraphBuilder:
     def _feed_forward(self, index: int, hidden: int) -> int:
         layer = self.model.layers[index]
         gated = self._gated(layer, self._norm(hidden, layer.ffn_norm))
-        down = self._norm(self._linear(layer.ffn_down, gated), layer.post_ffw_norm)
+        down = self._norm(self.linear(layer.ffn_down, gated), layer.post_ffw_norm)
         added: int = self.ggml.add(self.context, down, hidden)
         return added
 
@@ -301,15 +302,15 @@ class GraphBuilder:
         activation = self.model.config.family.activation
         gated: int
         if not layer.ffn_gate.weight:
-            gated = self.ggml.swiglu(self.context, self._linear(layer.ffn_up, normed))
+            gated = self.ggml.swiglu(self.context, self.linear(layer.ffn_up, normed))
         else:
             split = {"swiglu": self.ggml.swiglu_split, "geglu": self.ggml.geglu_split}[activation]
-            gated = split(self.context, self._linear(layer.ffn_gate, normed), self._linear(layer.ffn_up, normed))
+            gated = split(self.context, self.linear(layer.ffn_gate, normed), self.linear(layer.ffn_up, normed))
         return gated
 
     def _finish(self, index: int, hidden: int, output_input: int) -> int:
         """Return the result of the last layer and the head, after attention for the output rows only."""
-        logits = self._linear(self.model.output, self._last_states(index, hidden, output_input))
+        logits = self.linear(self.model.output, self._last_states(index, hidden, output_input))
         return self._capped(logits, self.model.config.output_softcap)
 
     def _last_states(self, index: int, hidden: int, output_input: int) -> int:

@@ -125,8 +125,8 @@ inline void* workspace(size_t bytes) {
 }
 
 // The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each. Up to
-// `most` rows at a time are multiplied by multiply(tiles, rows, count, blocks, output, stride); of these each block's lie
-// together in `rows`, as Row::take makes them of 32 values.
+// `most` rows at a time are multiplied by multiply(tiles, columns, rows, count, blocks, output, stride); of these each
+// block's lie together in `rows`, as Row::take makes them of 32 values.
 template <class Row, class Multiply>
 void multiply_interleaved(const char* destination, int threads, Product* product, int64_t most, int64_t tile_bytes,
                           const Multiply& multiply) {
@@ -137,10 +137,8 @@ void multiply_interleaved(const char* destination, int threads, Product* product
     lay_together(given, most, [&](const float* values, int64_t place) { rows[place].take(values); });
     share_columns(product, threads, given.columns, 4 * kTogether, [&](int64_t begin, int64_t end) {
         for (int64_t row = 0; row < given.count; row += most)
-            for (int64_t column = begin; column < end; column += kTogether)
-                multiply(given.matrix + column / kTogether * blocks * tile_bytes, rows + row * blocks,
-                         std::min(most, given.count - row), blocks, given.output + row * given.columns + column,
-                         given.columns);
+            multiply(given.matrix + begin / kTogether * blocks * tile_bytes, end - begin, rows + row * blocks,
+                     std::min(most, given.count - row), blocks, given.output + row * given.columns + begin, given.columns);
     });
 }
 

@@ -98,8 +98,10 @@ using Multiply = void(const char*, const Row*, int64_t, float*, int64_t);
 constexpr Multiply* kMultiply[kRows] = {multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
                                         multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>};
 
-void multiply(const char* tiles, const Row* rows, int64_t count, int64_t blocks, float* output, int64_t stride) {
-    kMultiply[count - 1](tiles, rows, blocks, output, stride);
+void multiply(const char* tiles, int64_t columns, const Row* rows, int64_t count, int64_t blocks, float* output,
+              int64_t stride) {
+    for (int64_t column = 0; column < columns; column += kTogether, tiles += blocks * kTileBytes)
+        kMultiply[count - 1](tiles, rows, blocks, output + column, stride);
 }
 
 }  // namespace

@@ -103,6 +103,11 @@ class Model:
         if self.repacked_bytes:
             file.release()
 
+    def linears(self) -> list[Linear]:
+        """Return the matrices that a step multiplies with, those of the layers and then the output's."""
+        fields = (getattr(layer, name) for layer in self.layers for name in LayerWeights.__slots__)
+        return [each for each in (*fields, self.output) if isinstance(each, Linear) and each.weight]
+
     def close(self) -> None:
         """Free the weights' memory. No executor may use the model afterwards."""
         if self._context:

@@ -13,6 +13,9 @@ from kvstore_engine.batching.events import Token
 from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.in_process import BenchEngine, opened
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.pool import BlockPool
 from tests.reference.tiny_llama import write_tiny_llama
 
 _BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -49,3 +52,18 @@ def test_sequences_lie_in_one_piece_and_answer_alike(tmp_path: Path, monkeypatch
     assert contiguous == paged
     assert len(paged) == _REQUESTS
     assert moved, "the pool was small enough for sequences to meet"
+
+
+def test_gaps_without_moves_are_shorter_by_the_moves_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(_BENCHMARKS))
+    contiguous = importlib.import_module("support.contiguous").ContiguousSpace
+    with GGUFFile.open(write_tiny_llama(tmp_path / "tiny.gguf")) as file:
+        pool = BlockPool(ModelConfig.from_gguf(file), 8)
+    ticks = iter([11.0, 11.5, 13.0, 13.25])
+    space = contiguous(pool, clock=lambda: next(ticks))
+    assert space.gaps_without_moves([10.0, 12.0, 14.0]) == [2.0, 2.0]
+    table = space.claim("", np.arange(40, dtype=np.int32))
+    space._move(table, 0)  # to another place, and back
+    space._move(table, 4)
+    assert (space.moved, space.moves) == (2 * table.count, [(11.5, 0.5), (13.25, 0.25)])
+    assert space.gaps_without_moves([10.0, 12.0, 12.5, 14.0]) == [1.5, 0.5, 1.25]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench import against, study
 from kvstore_engine.bench.against import Comparison, context_for, turn_loads
+from kvstore_engine.bench.child import ServerChild
+from kvstore_engine.bench.decoding import multiply_ours
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build
 from kvstore_engine.bench.in_process import BenchEngine, run_in_process
 from kvstore_engine.bench.over_http import MeasuredServer, run_over_http
@@ -41,8 +43,12 @@ from kvstore_engine.bench.workload import (
     make_load,
 )
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.ggml import tensor_at
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.profiler import Profiler
 from tests.reference.batch_runs import twin_engine
+from tests.reference.tiny_llama import write_tiny_llama
 from tests.reference.twin_compute import VOCABULARY, StepClock, TwinCompute, TwinTokenizer, twin_pool
 
 SMALL = LoadSettings(requests=12, prompt_tokens=64, generate_tokens=8, vocabulary=VOCABULARY)
@@ -375,6 +381,29 @@ class TestComparable:
         monkeypatch.setattr(against, "ServerChild", Child)
         with against.decoders(Path("model"), 2, {}):
             assert spin_counts == ["300000", "300000"]
+
+    def test_the_products_of_a_step_are_all_of_the_models(self, tmp_path: Path) -> None:
+        path = write_tiny_llama(tmp_path / "tiny.gguf")
+        with GGUFFile.open(path) as file, load_model(file) as model:
+            multiplied = {tensor_at(linear.weight).name.decode() for linear in model.linears()}
+            matrices = {name for name, tensor in file.tensors.items() if len(tensor.shape) == 2}
+            assert multiplied >= matrices - {"token_embd.weight"}
+        answer = multiply_ours(path, 2, {"sequences": 3, "steps": 2, "seed": 1})
+        assert len(cast("list[float]", answer["seconds"])) == 2
+
+    def test_only_the_side_of_products_leaves_out_the_rest_of_a_step(self) -> None:
+        asked: list[dict[str, object]] = []
+
+        class Child:
+            def ask(self, question: dict[str, object]) -> dict[str, object]:
+                asked.append(question)
+                return {"seconds": [0.5, 0.5], "core_wait_s": 0.0}
+
+        child = cast(ServerChild, Child())
+        sides = {against.OURS: child, against.PRODUCTS: child}
+        speeds = against.decode_speeds(sides, 4, prompt_tokens=8, steps=2, rounds=1)
+        assert speeds.per_s == {against.OURS: 8.0, against.PRODUCTS: 8.0}
+        assert [question.get("products") for question in asked] == [None, True]
 
     def test_a_build_is_its_bytes(self, tmp_path: Path) -> None:
         for name, content in (("libggml-cpu.so", b"a"), ("copy-libggml-cpu.so", b"a"), ("libggml-base.so", b"b")):
