@@ -52,7 +52,7 @@ def _made() -> ct.CDLL:
     found.kv_ranks.argtypes = (size, place, place, place)
     found.kv_make.argtypes = (size, place, size, size, place, place, ct.c_double, *[place] * 7)
     found.kv_estimate.restype = found.kv_ranks.restype = found.kv_make.restype = None
-    found.kv_worths.argtypes = (size, size, size, ct.c_double, *[place] * 9, size, *[place] * 11)
+    found.kv_worths.argtypes = (size, size, size, ct.c_double, *[place] * 9, size, *[place] * 12)
     found.kv_least.argtypes = (size, size, size, *[place] * 6)
     found.kv_worths.restype = found.kv_least.restype = size
     return found

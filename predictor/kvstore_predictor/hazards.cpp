@@ -97,13 +97,14 @@ void kv_make(int64_t count, const int64_t* cells, int64_t ladders, int64_t steps
 
 // The worth of the last block (`tails`, a row) of each chain from `begin` to `end` that is of `tenant` (below 0: any)
 // and not blocked. `slots` and `worths` get the chains and their worths, without what `shared` adds; `touched` the
-// places among these that `shared` adds to, and `found` how many there are. `base` gets the ranks, `entry` zeros.
+// places among these that `shared` adds to, and `found` how many there are. `base` gets the ranks, `entry` zeros. The
+// ranks are multiplied by `factors`, which has one for each of the chains in their order, if it is not null.
 // `due` chains are not for this function: it returns -1 at the first. Else it returns the number of chains.
 int64_t kv_worths(int64_t begin, int64_t end, int64_t tenant, double now_s, const int32_t* tails,
                   const uint8_t* blocked, const int32_t* tenants, const uint8_t* live, const int32_t* cells,
                   const int32_t* lengths, const double* used_s, const double* due_s, const void* depths, int64_t width,
                   const double* shared, const double* ranks, const double* edges, const double* shares,
-                  const double* settings, double* base, int64_t* entry, int64_t* slots, double* worths,
+                  const double* settings, const double* factors, double* base, int64_t* entry, int64_t* slots, double* worths,
                   int64_t* touched, int64_t* found) {
   static const int kEnds[] = {0, 0, 1, 2, 2, 3};  // by a distance from the end that is one more
   const double leftover = settings[0], twice_depth = settings[1], *end_reuse = settings + 2;
@@ -120,6 +121,7 @@ int64_t kv_worths(int64_t begin, int64_t end, int64_t tenant, double now_s, cons
       const double* at = ranks + static_cast<int64_t>(cells[chain]) * kBins + bin;
       worth = at[0] + share * (at[share > 0.0 ? 1 : 0] - at[0]);
       worth *= edges[kBins - 1] / std::max(age_s, edges[kBins - 1]);
+      if (factors != nullptr) worth *= factors[count];
     }
     base[chain] = worth;
     entry[chain] = 0;

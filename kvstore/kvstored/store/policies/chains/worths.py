@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore_cuda.host_copies import address_of
 from kvstore_predictor import estimates
-from kvstore_predictor.ages import EDGES_S, SHARE_A_S, Floats, Ints
+from kvstore_predictor.ages import EDGES_S, SHARE_A_S, Floats, Ints, leaning
 from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.chains.book import ChainBook
 from kvstored.store.policies.chains.table import TAU_S, ChainTable
@@ -36,7 +36,7 @@ def worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> 
     `entry` is 0.
     """
     library = estimates.native.get()
-    if library is None or book.tables.lean:
+    if library is None:
         return _worths(book, tenant, begin, end, now_s)
     chains, depths, end_reuse = book.chains, book.residency.rows.depth, book.end_reuse
     slots, found, touched = np.empty(end - begin, np.int64), np.empty(end - begin), np.empty(end - begin + 1, np.int64)
@@ -45,11 +45,18 @@ def worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> 
         chains.tail, chains.blocked, chains.tenant, chains.live, chains.cell, chains.length, chains.used_s,
         chains.due_s, depths,
     )  # fmt: skip
-    count = library.kv_worths(
+    given = (
         begin, end, tenant if len(book.ghosts) > 1 else _ANY, now_s, *map(_place, columns), depths.itemsize,
-        _place(book.shared), book.tables.ranks_at, _EDGES_AT, _SHARES_AT, address_of(settings), _place(chains.base),
-        _place(chains.entry), address_of(slots), address_of(found), address_of(touched), address_of(touched[-1:]),
+        _place(book.shared), book.tables.ranks_at, _EDGES_AT, _SHARES_AT, address_of(settings),
     )  # fmt: skip
+    changed = (
+        _place(chains.base), _place(chains.entry), address_of(slots), address_of(found), address_of(touched),
+        address_of(touched[-1:]),
+    )  # fmt: skip
+    count = library.kv_worths(*given, 0, *changed)
+    if count > 0 and (lean := book.tables.lean):
+        factors = leaning(now_s - chains.floats(chains.used_s)[slots[:count]], lean)
+        library.kv_worths(*given, address_of(factors), *changed)
     if count < 0:
         return _worths(book, tenant, begin, end, now_s)
     slots, found = slots[:count], found[:count]
