@@ -24,7 +24,7 @@ WIDTHS_S: Floats = np.diff(np.concatenate([EDGES_S, [EDGES_S[-1] * 2]]))
 _LEAN_S = 10.0
 _INNER_EDGES = EDGES_S[1:]
 _NARROW = 12  # bins
-_SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
+SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
 _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
 
 
@@ -41,7 +41,7 @@ def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
     are not known so well.
     """
     bins = bins_of(ages_s)
-    share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
+    share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * SHARE_A_S[bins]
     return bins, share
 
 

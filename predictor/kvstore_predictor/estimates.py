@@ -50,7 +50,11 @@ def _made() -> ct.CDLL:
     place, size = ct.c_void_p, ct.c_int64
     found.kv_estimate.argtypes = (size, size, size, place, place, ct.c_double, *[place] * 5)
     found.kv_ranks.argtypes = (size, place, place, place)
-    found.kv_estimate.restype = found.kv_ranks.restype = None
+    found.kv_make.argtypes = (size, place, size, size, place, place, ct.c_double, *[place] * 7)
+    found.kv_estimate.restype = found.kv_ranks.restype = found.kv_make.restype = None
+    found.kv_worths.argtypes = (size, size, size, ct.c_double, *[place] * 9, size, *[place] * 12)
+    found.kv_least.argtypes = (size, size, size, *[place] * 6)
+    found.kv_worths.restype = found.kv_least.restype = size
     return found
 
 
@@ -72,6 +76,26 @@ def estimated(counts: Floats, paths: Ints, gain: float, weights: Floats) -> tupl
         address_of(weights), address_of(found), address_of(mixed),
     )  # fmt: skip
     return found, mixed
+
+
+def make(
+    cells: Ints, counts: Floats, paths: Ints, gain: float, weights: Floats, estimates: Floats, mixed: Floats,
+    best: Floats | None,
+) -> None:  # fmt: skip
+    """Set the entries of the classes `cells` in `estimates` and `mixed` to what `estimated` returns for them, and those
+    in `best` (None: not wanted) to their `ranks`. `paths` has all classes, as the others have.
+    """
+    library = native.get()
+    if library is None:
+        estimates[cells], mixed[cells] = _estimated(counts, paths[cells], gain, weights)
+        if best is not None:
+            best[cells] = _ranks(mixed[cells])
+        return
+    library.kv_make(
+        len(cells), address_of(cells), *paths.shape[1:], address_of(paths), address_of(counts), gain, _SETTINGS_AT,
+        _FLAT_AT, _WIDTHS_AT, address_of(weights), address_of(estimates), address_of(mixed),
+        0 if best is None else address_of(best),
+    )  # fmt: skip
 
 
 def _estimated(counts: Floats, paths: Ints, gain: float, weights: Floats) -> tuple[Floats, Floats]:

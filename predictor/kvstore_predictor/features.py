@@ -7,6 +7,8 @@ report of a request (tokens of prompt and answer). An unknown feature is bucket 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 _NEW_BLOCKS = (2, 5, 15)
@@ -82,7 +84,8 @@ def grown(features: Features, new_blocks: int, length: int) -> Features:
     """Return a copy of `features` for the same chain at a new length: it has `length` blocks, of which `new_blocks` are
     new.
     """
-    return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
+    kind, _, _, *others = features
+    return Features(kind, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), *others)
 
 
 def with_answer(features: Features, output_tokens: int) -> Features:
@@ -103,8 +106,16 @@ def with_hint(features: Features, hint: HintFeatures) -> Features:
 
 def coarse(features: Features) -> Features:
     """Return a copy of `features` in which gap, pace, text and type are unknown, for a coarser class of chains."""
-    return features._replace(gap=0, pace=0, text=0, type=0)
+    return Features(*features[:5], 0, 0, 0, 0, *features[9:])  # often called, as `grown` is
 
 
 def unhinted(features: Features) -> Features:
     return features._replace(chance=0, next_step=0)
+
+
+def taking(names: Sequence[str]) -> Callable[[Features], tuple[int, ...]]:
+    """Return a function that returns the features with these `names` of a chain's features, in their order."""
+    places = tuple(map(Features._fields.index, names))
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda features: tuple([features[at] for at in places])

@@ -18,15 +18,16 @@ features only. The time of a call does not grow with the number of cells.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of
 from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of
 from kvstore_predictor.base import Piece, State, untouched
-from kvstore_predictor.estimates import LEAST, MOST, estimated, ranks
-from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
+from kvstore_predictor.estimates import LEAST, MOST, estimated, make, ranks
+from kvstore_predictor.features import AWAITED, Features, coarse, taking, unhinted
 
 _CELLS_MAX = 16384
 _STEPS_MAX = 6  # of a ladder: the root and five features
@@ -45,6 +46,7 @@ LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
 KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
+_FIRST_HINT = Features._fields.index("chance")  # the last of the features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
 ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
@@ -75,8 +77,8 @@ class HazardTables:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
         self._is_ranked = ranked
         self.orders: list[tuple[str, ...]] = []  # of the ladders
-        self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
-        self._steps: list[dict[tuple[int, ...], list[int]]] = []  # by ladder and the features that it takes
+        self._taken: list[Callable[[Features], tuple[int, ...]]] = []  # the features that each order takes
+        self._steps: list[dict[tuple[int, ...], bytes]] = []  # by ladder and these: the nodes, as in `_paths`
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
@@ -95,9 +97,11 @@ class HazardTables:
         # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
         # costs no memory.
         self._paths: Ints = untouched(_CELLS_MAX, len(ladders), _STEPS_MAX).view(np.int64)
+        self._packed_paths = self._paths.reshape(-1).data.cast("B")
         self._estimates = untouched(_CELLS_MAX, len(ladders), BINS)
         self._mixed = untouched(_CELLS_MAX, BINS)  # of all ladders, before what a hint adds
         self._ranks = untouched(_CELLS_MAX, BINS)
+        self.ranks_at = address_of(self._ranks)
         self._hints: Ints = untouched(2, _CELLS_MAX).view(np.int64)  # chance and next step
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
@@ -112,7 +116,7 @@ class HazardTables:
     def _learn_by(self, ladder: Ladder) -> None:
         number, first = len(self.orders), len(self._names) + 1
         self.orders.append(ladder.order)
-        self._taken.append(tuple(map(Features._fields.index, ladder.order)))
+        self._taken.append(taking(ladder.order))
         self._steps.append({})
         names = [(number, path) for path in ladder.counts]  # none is known: the number is new
         self._names += names
@@ -187,7 +191,7 @@ class HazardTables:
                 self._ask(found, features)
             return found
         found = self._add(features)
-        like = cells.get(unhinted(features))
+        like = cells.get(unhinted(features)) if features.chance or features.next_step else found
         if like is None or like == found:
             like = cells.get(coarse(features))
         if like is None or like == found:
@@ -217,18 +221,18 @@ class HazardTables:
         self._cells[features] = found
         self._used_in[found] = self._epoch
         paths = []
-        for number, (places, steps) in enumerate(zip(self._taken, self._steps, strict=True)):
-            taken = tuple([features[at] for at in places])
+        for number, (take, steps) in enumerate(zip(self._taken, self._steps, strict=True)):
+            taken = take(features)
             paths.append(steps.get(taken) or self._path(number, taken))
-        self._paths[found] = paths
-        self._hints[:, found] = features.chance, features.next_step
+        self._packed_paths[found * (size := len(paths) * 8 * _STEPS_MAX) : (found + 1) * size] = b"".join(paths)
+        self._hints[0, found], self._hints[1, found] = features.chance, features.next_step
         return found
 
-    def _path(self, number: int, taken: tuple[int, ...]) -> list[int]:
+    def _path(self, number: int, taken: tuple[int, ...]) -> bytes:
         """Return the nodes of a ladder's steps for the features `taken`, which are new to it."""
         known = taken.index(AWAITED) if AWAITED in taken else len(taken)
         nodes = [self._node(number, taken[:step]) for step in range(known + 1)]
-        self._steps[number][taken] = steps = nodes + [0] * (_STEPS_MAX - len(nodes))
+        self._steps[number][taken] = steps = array("q", nodes + [0] * (_STEPS_MAX - len(nodes))).tobytes()
         return steps
 
     def _node(self, number: int, path: tuple[int, ...]) -> int:
@@ -376,7 +380,9 @@ class HazardTables:
         waiting = set(self._asked)
         asked = [at for at, cell in enumerate(cells) if cell in waiting] if waiting else ()
         if asked:
-            _, mixed[asked] = self._estimated(np.asarray(cells)[asked], self.weights())
+            self._counts[0] = 0.0
+            paths = self._paths[np.asarray(cells)[asked]]
+            _, mixed[asked] = estimated(self._counts, paths, self._gain, self.weights())
         if hints.any():
             (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
             mixed = np.clip(mixed * chances[chance] * next_steps[next_step], LEAST, MOST)
@@ -386,15 +392,12 @@ class HazardTables:
         """Return the rank (uses a second) of a chain of the class `cell` that was used just now."""
         return float(self._ranks[cell, 0])
 
-    def _estimated(self, cells: Ints | Sequence[int], weights: Floats) -> tuple[Floats, Floats]:
-        """Return the hazards of `cells` as the counts are now: by ladder and age bin, and by age bin, with the ladders
-        mixed by their `weights`."""
-        self._counts[0] = 0.0
-        return estimated(self._counts, self._paths[cells], self._gain, weights)
-
     def _make(self, cells: Sequence[int]) -> None:
-        weights = self.weights()
-        self._estimates[cells], self._mixed[cells] = self._estimated(cells, weights)
+        weights, chosen = self.weights(), np.array(cells, np.int64)
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
-        if self._is_ranked:
-            self._ranks[cells] = ranks(self.hazards(cells))
+        self._counts[0] = 0.0
+        is_hinted = any(hint for cell in cells for hint in self._features[cell][_FIRST_HINT:])
+        best = self._ranks if self._is_ranked and not is_hinted else None
+        make(chosen, self._counts, self._paths, self._gain, weights, self._estimates, self._mixed, best)
+        if self._is_ranked and is_hinted:
+            self._ranks[chosen] = ranks(self.hazards(chosen))

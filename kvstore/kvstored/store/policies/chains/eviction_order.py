@@ -14,18 +14,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore_predictor.learning import CELL_US, MAKING_US
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.chains.book import ChainBook
-from kvstored.store.policies.chains.table import TAU_S
+from kvstored.store.policies.chains.worths import END_OF_DISTANCE, TWICE_DEPTH, least, worths
 
-_TWICE_DEPTH = (
-    3000.0  # a block so far down its prompt counts twice: attention makes it more expensive; more weight costs hits
-)
-_LEFTOVER = 1e-9  # what is left of a chain that another one has continued
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
 _STALE_S = 1.0  # or after so long: the next request that can bear a draw gets one
@@ -38,8 +32,6 @@ _SLACK = 1024
 _SLICE = 8192  # chains, gone or here, that a draw looks at
 _NEVER_S = -1e18
 _ALL = float("inf")
-_END_OF_DISTANCE = (0, 1, 2, 2, 3)
-_ENDS = np.array((_END_OF_DISTANCE[0], *_END_OF_DISTANCE))  # by a distance that is one more
 Entry = tuple[float, int, int, int]  # worth, order, chain, number
 
 
@@ -131,8 +123,8 @@ class Candidates:
         base = chains.base[chain]
         if chains.due_s[chain]:
             base = chains.worth(chain, depth, base, now_s)
-        worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
-        worth *= 1.0 + depth / _TWICE_DEPTH
+        worth = base * book.end_reuse[END_OF_DISTANCE[distance] if distance < 4 else 3]
+        worth *= 1.0 + depth / TWICE_DEPTH
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
     def value_of_new(self, chain: int, depth: int) -> float:
@@ -140,8 +132,8 @@ class Candidates:
         book = self._book
         chains = book.chains
         distance = chains.length[chain] - depth - 1
-        end = 3 if distance >= 4 else _END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
-        return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
+        end = 3 if distance >= 4 else END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
+        return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / TWICE_DEPTH)
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
         """Place `chain`, whose last block or rank has changed, in the order of eviction again. `looks` is what the call
@@ -175,67 +167,20 @@ class Candidates:
         begin, end = self._hand, min(self._hand + _SLICE, chains.slots)
         self._hand = end if end < chains.slots else 0
         self._is_wanted = False
-        tails, entry = chains.ints(chains.tail), chains.longs(chains.entry)
-        eligible = tails[begin:end] >= 0
-        if chains.blocked.find(1, begin, end) >= 0:
-            eligible &= ~chains.flags(chains.blocked)[begin:end]
-        if len(book.ghosts) > 1:
-            eligible &= chains.ints(chains.tenant)[begin:end] == self._tenant
-        slots = eligible.nonzero()[0]
-        if begin:
-            slots += begin
-        entry[slots] = 0  # other tenants have entries of their own
+        # Entries that are 0 now were of this tenant: other tenants have entries of their own.
+        slots, worth = worths(book, self._tenant, begin, end, now_s)
         count = len(slots)
         self._looks_left = max(_STALE_LOOKS, count // _STALE_SHARE)
         self._drawn_s, self._left_by_then = now_s, book.left_blocks
-        worth = self._worths(slots, tails[slots], now_s)
-        wanted = max(_LEAST, count // _SHARE)
-        self._ceiling = _ALL
-        if count > wanted:
-            self._ceiling = float(np.partition(worth, wanted)[wanted])
-            part = (worth <= self._ceiling).nonzero()[0]
-            if len(part) > 2 * wanted:  # many are worth the same: those used longest ago
-                part = part[np.argpartition(chains.longs(chains.order)[slots[part]], wanted)[:wanted]]
-            slots, worth = slots[part], worth[part]
-        elif end - begin < chains.slots:
-            self._ceiling = float(worth.max()) if count else -1.0
-        first = self._numbers + 1
+        highest = float(worth.max()) if count else -1.0
+        wanted, first = max(_LEAST, count // _SHARE), self._numbers + 1
+        slots, worth, orders, self._ceiling = least(chains, slots, worth, wanted, first)
+        if self._ceiling == _ALL and end - begin < chains.slots:
+            self._ceiling = highest
         self._numbers += len(slots)
         numbers = range(first, self._numbers + 1)
-        entry[slots] = numbers
-        order = chains.longs(chains.order)[slots]
-        self._heap = list(zip(worth.tolist(), order.tolist(), slots.tolist(), numbers, strict=True))
+        self._heap = list(zip(worth.tolist(), orders.tolist(), slots.tolist(), numbers, strict=True))
         heapify(self._heap)
-
-    def _worths(
-        self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], now_s: float
-    ) -> npt.NDArray[np.float64]:
-        """Return the worths of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
-        book = self._book
-        chains = book.chains
-        worth = book.standings(slots, now_s)
-        is_live = chains.flags(chains.live)[slots]
-        if not is_live.all():
-            worth[~is_live] = _LEFTOVER
-        chains.floats(chains.base)[slots] = worth
-        depth = as_array(book.residency.rows.depth)[rows].astype(np.int32)
-        due_s = chains.floats(chains.due_s)[slots]
-        if due_s.any():
-            for at in due_s.nonzero()[0].tolist():  # few
-                worth[at] = chains.worth(int(slots[at]), int(depth[at]), float(worth[at]), now_s)
-        distance = chains.ints(chains.length)[slots]
-        distance -= depth
-        # Distances begin at 1, at the end of a chain; one further down than its chain is long is at the end too.
-        worth *= np.array(book.end_reuse)[_ENDS].take(distance, mode="clip")
-        share = depth / _TWICE_DEPTH
-        share += 1.0
-        worth *= share
-        shared = np.frombuffer(book.shared, np.float64)[rows]
-        if shared.any():
-            touched = shared.nonzero()[0]
-            since = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
-            worth[touched] += shared[touched] * np.exp((since - now_s) / TAU_S) / book.touches.span_s
-        return worth
 
 
 _LOOK_S = 1.0  # between two looks at all chains,

@@ -1,0 +1,139 @@
+"""The worths of many chains' last blocks at once, and the choice of the least.
+
+Compiled code of the predictor (`hazards.cpp`) does the work once it is there, in a tenth of the time; else NumPy does,
+with the same bits. Exponentials and powers, which no two libraries round alike, are always NumPy's. The module changes
+`base` and `entry` of the chains that it looks at, and nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TypeAlias
+
+import numpy as np
+
+from kvstore_cuda.host_copies import address_of
+from kvstore_predictor import estimates
+from kvstore_predictor.ages import EDGES_S, SHARE_A_S, Floats, Ints, leaning
+from kvstored.store.blocks.rows import as_array
+from kvstored.store.policies.chains.book import ChainBook
+from kvstored.store.policies.chains.table import TAU_S, ChainTable
+
+TWICE_DEPTH = (
+    3000.0  # a block so far down its prompt counts twice: attention makes it more expensive; more weight costs hits
+)
+LEFTOVER = 1e-9  # what is left of a chain that another one has continued
+END_OF_DISTANCE = (0, 1, 2, 2, 3)
+_ENDS = np.array((END_OF_DISTANCE[0], *END_OF_DISTANCE))  # by a distance that is one more
+_EDGES_AT, _SHARES_AT = address_of(EDGES_S), address_of(SHARE_A_S)
+_ANY = -1  # tenant
+_Column: TypeAlias = "array[int] | array[float] | bytearray"
+
+
+def worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> tuple[Ints, Floats]:
+    """Return the chains of `tenant` with numbers from `begin` up to `end` (excluded) whose last block may be evicted,
+    and the expected uses a second of these blocks. The chains' ranks in `base` are up to date afterwards, and their
+    `entry` is 0.
+    """
+    library = estimates.native.get()
+    if library is None:
+        return _worths(book, tenant, begin, end, now_s)
+    chains, depths, end_reuse = book.chains, book.residency.rows.depth, book.end_reuse
+    slots, found, touched = np.empty(end - begin, np.int64), np.empty(end - begin), np.empty(end - begin + 1, np.int64)
+    settings = np.array((LEFTOVER, TWICE_DEPTH, *end_reuse))
+    columns: tuple[_Column, ...] = (
+        chains.tail, chains.blocked, chains.tenant, chains.live, chains.cell, chains.length, chains.used_s,
+        chains.due_s, depths,
+    )  # fmt: skip
+    given = (
+        begin, end, tenant if len(book.ghosts) > 1 else _ANY, now_s, *map(_place, columns), depths.itemsize,
+        _place(book.shared), book.tables.ranks_at, _EDGES_AT, _SHARES_AT, address_of(settings),
+    )  # fmt: skip
+    changed = (
+        _place(chains.base), _place(chains.entry), address_of(slots), address_of(found), address_of(touched),
+        address_of(touched[-1:]),
+    )  # fmt: skip
+    count = library.kv_worths(*given, 0, *changed)
+    if count > 0 and (lean := book.tables.lean):
+        factors = leaning(now_s - chains.floats(chains.used_s)[slots[:count]], lean)
+        library.kv_worths(*given, address_of(factors), *changed)
+    if count < 0:
+        return _worths(book, tenant, begin, end, now_s)
+    slots, found = slots[:count], found[:count]
+    if touches := int(touched[-1]):
+        _add_touches(book, touched[:touches], slots, found, now_s)
+    return slots, found
+
+
+def _place(column: _Column) -> int:
+    """Return the address of the first entry of `column`."""
+    if isinstance(column, bytearray):
+        return address_of(np.frombuffer(column, np.uint8))
+    return column.buffer_info()[0]
+
+
+def _worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> tuple[Ints, Floats]:
+    chains = book.chains
+    eligible = chains.ints(chains.tail)[begin:end] >= 0
+    if chains.blocked.find(1, begin, end) >= 0:
+        eligible &= ~chains.flags(chains.blocked)[begin:end]
+    if len(book.ghosts) > 1:
+        eligible &= chains.ints(chains.tenant)[begin:end] == tenant
+    slots = eligible.nonzero()[0] + begin
+    chains.longs(chains.entry)[slots] = 0
+    worth = book.standings(slots, now_s)
+    is_live = chains.flags(chains.live)[slots]
+    if not is_live.all():
+        worth[~is_live] = LEFTOVER
+    chains.floats(chains.base)[slots] = worth
+    rows = chains.ints(chains.tail)[slots]
+    depth = as_array(book.residency.rows.depth)[rows].astype(np.int32)
+    due_s = chains.floats(chains.due_s)[slots]
+    if due_s.any():
+        for at in due_s.nonzero()[0].tolist():  # few
+            worth[at] = chains.worth(int(slots[at]), int(depth[at]), float(worth[at]), now_s)
+    distance = chains.ints(chains.length)[slots]
+    distance -= depth
+    # Distances begin at 1, at the end of a chain; one further down than its chain is long is at the end too.
+    worth *= np.array(book.end_reuse)[_ENDS].take(distance, mode="clip")
+    share = depth / TWICE_DEPTH
+    share += 1.0
+    worth *= share
+    touched = np.frombuffer(book.shared, np.float64)[rows].nonzero()[0]
+    if len(touched):
+        _add_touches(book, touched, slots, worth, now_s)
+    return slots, worth
+
+
+def _add_touches(book: ChainBook, touched: Ints, slots: Ints, worth: Floats, now_s: float) -> None:
+    """Add to `worth` what uses by others are worth to the last blocks of the chains `slots` at the places `touched`."""
+    rows = book.chains.ints(book.chains.tail)[slots[touched]]
+    since = np.frombuffer(book.shared_s, np.float64)[rows]
+    shared = np.frombuffer(book.shared, np.float64)[rows]
+    worth[touched] += shared * np.exp((since - now_s) / TAU_S) / book.touches.span_s
+
+
+def least(chains: ChainTable, slots: Ints, worth: Floats, wanted: int, first: int) -> tuple[Ints, Floats, Ints, float]:
+    """Return the `wanted` chains among `slots` whose `worth` is least, their worths, the orders of their last uses, and
+    the largest of the worths (infinite if all chains are returned). Chains with as much worth as the last of these are
+    returned too, but of more than twice as many only `wanted`, used longest ago. The chains get the `entry` numbers
+    from `first` on.
+    """
+    library, orders, count = estimates.native.get(), chains.longs(chains.order), len(slots)
+    if library is not None:
+        chosen, ceiling = np.empty(count, np.int64), np.array([np.inf])
+        count = library.kv_least(
+            count, wanted, first, address_of(orders), address_of(slots), address_of(worth), _place(chains.entry),
+            address_of(chosen), address_of(ceiling),
+        )  # fmt: skip
+        return slots[:count], worth[:count], chosen[:count], float(ceiling[0])
+    most = float("inf")
+    if count > wanted:
+        most = float(np.partition(worth, wanted)[wanted])
+        part = (worth <= most).nonzero()[0]
+        if len(part) > 2 * wanted:
+            used = orders[slots[part]]
+            part = part[used <= np.partition(used, wanted - 1)[wanted - 1]][:wanted]
+        slots, worth = slots[part], worth[part]
+    chains.longs(chains.entry)[slots] = np.arange(first, first + len(slots))
+    return slots, worth, orders[slots], most
