@@ -66,8 +66,7 @@ class IndexTable:
         self._publish()
 
     def _buckets_of(self, keys: Iterable[bytes]) -> Iterator[tuple[int, int, int, list[int]]]:
-        """Yield for each of `keys` its tag, and of its bucket the offset, the control word and the tags, as they are
-        then."""
+        """Yield the tag of each of `keys`, and the offset, the control word and the tags of its bucket."""
         for key in keys:
             tag = layout.key_tag(key, self._seed)
             offset = layout.bucket_offset(tag, self._buckets)

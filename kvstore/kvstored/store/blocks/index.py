@@ -108,7 +108,7 @@ class UseCounts:
         count_each(self._view.counted_pins, (row,))
 
     def pin_run(self, rows: Sequence[int] | RowRun) -> None:
-        """Add a pin to each of the blocks `rows`. Those of a run are counted once somebody asks for pins: as a rule
+        """Add a pin to each of the blocks `rows`. The pins of a run are counted when somebody asks for pins: as a rule
         `unpin_run` comes before."""
         if isinstance(rows, RowRun):
             self._view.late_pins.add(rows)

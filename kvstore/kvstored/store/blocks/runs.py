@@ -51,7 +51,7 @@ def fill(column: array[int], rows: Sequence[int], value: int, span: slice | None
 
 
 def count_each(counts: dict[int, int], rows: Sequence[int]) -> None:
-    """Add 1 to what `counts` has for each of `rows`."""
+    """Add 1 to the count of each of `rows` in `counts`."""
     new = dict.fromkeys(rows, 1)
     if len(new) == len(rows) and counts.keys().isdisjoint(new):  # as a rule
         counts.update(new)

@@ -99,7 +99,7 @@ class PutAnswer(NamedTuple):
     final: bool
 
 
-class GetRequest(NamedTuple):  # made sooner than a frozen dataclass
+class GetRequest(NamedTuple):
     """A client's request to lease a chain. `keys` are packed, 16 bytes each, in chain order. `max_wait_ms` and
     `deadline_ms` bound the wait for promotions; 0 is no bound. `context` is the engine's description of its request,
     for policies.
