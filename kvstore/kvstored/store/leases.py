@@ -151,7 +151,7 @@ class LeaseTable:
 
     @property
     def _readers(self) -> dict[Place, int]:
-        """The number of readers of each slot that has one, those of new leases included."""
+        """The number of readers of each slot that has one; readers by new leases count too."""
         readers = self._counted_readers
         for lease in self._uncounted.values():
             for slot in lease.slots:

@@ -210,7 +210,7 @@ class ResidencyView:
 
     @property
     def pins(self) -> dict[int, int]:
-        """The number of pins of each block, by row, for those that have one."""
+        """The number of pins of each pinned block, by row."""
         while self.late_pins:
             count_each(self.counted_pins, self.late_pins.pop().rows)
         return self.counted_pins
