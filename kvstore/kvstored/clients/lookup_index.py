@@ -15,7 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvstore_proto import lookup_index as layout
@@ -65,12 +65,17 @@ class IndexTable:
         self._state = state
         self._publish()
 
-    def put(self, keys: Iterable[bytes], code: int) -> None:
-        """Enter the blocks `keys` with `code`, the tier code of the fastest tier that has a readable copy of each."""
+    def _buckets_of(self, keys: Iterable[bytes]) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Yield the tag of each of `keys`, and the offset, the control word and the tags of its bucket."""
         for key in keys:
             tag = layout.key_tag(key, self._seed)
             offset = layout.bucket_offset(tag, self._buckets)
             control, *tags = layout.BODY.unpack_from(self._memory, offset + layout.CHECKSUM_BYTES)
+            yield tag, offset, control, tags
+
+    def put(self, keys: Iterable[bytes], code: int) -> None:
+        """Enter the blocks `keys` with `code`, the tier code of the fastest tier that has a readable copy of each."""
+        for tag, offset, control, tags in self._buckets_of(keys):
             if tag in tags:
                 slot = tags.index(tag)
                 if control >> 8 * slot & 0xFF == code:
@@ -91,10 +96,7 @@ class IndexTable:
     def remove(self, keys: Iterable[bytes]) -> None:
         """Remove the blocks `keys`, which are no longer readable, from the table. A key that did not fit into the same
         bucket of the table gets a free place."""
-        for key in keys:
-            tag = layout.key_tag(key, self._seed)
-            offset = layout.bucket_offset(tag, self._buckets)
-            control, *tags = layout.BODY.unpack_from(self._memory, offset + layout.CHECKSUM_BYTES)
+        for tag, offset, control, tags in self._buckets_of(keys):
             waiting = self._overflow.get(offset, {})
             if tag in tags:
                 slot, code = tags.index(tag), layout.ABSENT

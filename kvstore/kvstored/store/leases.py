@@ -74,8 +74,8 @@ class LeaseTable:
         self._leases: dict[int, GrantedLease] = {}
         self._of_session: dict[int, set[int]] = {}
         self._due: OrderedDict[int, GrantedLease] = OrderedDict()  # those that live, by expiry
-        self._readers: dict[Place, int] = {}
-        self._uncounted: dict[int, GrantedLease] = {}  # those whose slots are not in `_readers` yet
+        self._counted_readers: dict[Place, int] = {}
+        self._uncounted: dict[int, GrantedLease] = {}  # those whose slots are not in `_counted_readers` yet
         self._limbo: dict[Place, tuple[Slot, int]] = {}
         self._limbo_bytes: dict[int, int] = {}
         self._last_id = 0
@@ -149,14 +149,16 @@ class LeaseTable:
         self._uncounted[lease.lease_id] = lease  # as a rule it ends before a slot of its blocks is taken from them
         return lease
 
-    def _count_readers(self) -> None:
-        """Count the readers of slots by the leases that are new."""
-        readers = self._readers
+    @property
+    def _readers(self) -> dict[Place, int]:
+        """The number of readers of each slot that has one; readers by new leases count too."""
+        readers = self._counted_readers
         for lease in self._uncounted.values():
             for slot in lease.slots:
                 place = slot[:2]
                 readers[place] = readers.get(place, 0) + 1
         self._uncounted.clear()
+        return readers
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
         """Move the expiry of the lease `lease_id` to `expires_ns` (monotonic). Return False if it is gone, has expired,
@@ -199,8 +201,6 @@ class LeaseTable:
         return lapsed
 
     def has_readers(self, slot: Slot) -> bool:
-        if self._uncounted:
-            self._count_readers()
         return (slot.container, slot.offset) in self._readers
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
@@ -262,9 +262,8 @@ class LeaseTable:
 
     def _leave(self, slots: Sequence[Slot]) -> None:
         """Count one reader less of each of `slots`, and free those in limbo that have none left."""
-        readers, limbo = self._readers, self._limbo
-        if limbo:
-            self._count_readers()
+        limbo = self._limbo
+        readers = self._readers if limbo else self._counted_readers
         for slot in slots:
             place = slot[:2]
             if left := readers[place] - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -188,6 +189,76 @@ def test_a_run_names_only_the_blocks_that_are_still_there(picked: Sequence[int])
     assert shelf.residency.rows.still_there(run) == run.rows[:-1]
     assert shelf.chain(9) == rows[3:], "the row is another block's"
     assert shelf.residency.rows.still_there(run) == run.rows[:-1]
+
+
+def test_a_run_keeps_its_blocks_before_anybody_has_asked_for_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf()
+    policy = create("lru", shelf.residency, 0)
+    rows, released, residency = shelf.chain(*range(3)), list[int](), shelf.residency
+    monkeypatch.setattr(policy, "released", released.append)
+    first, second = residency.rows.run_of(rows), residency.rows.run_of(rows[2:])
+    residency.pin_run(first)
+    residency.unpin_run(first)
+    assert not residency.pins and not released, "nobody can have passed over a block for pins that nobody saw"
+    for run in (first, second):
+        residency.pin_run(run)
+    assert not residency.is_evictable(rows[2], 0) and residency.pin_count(rows[2]) == 2
+    residency.pin_run(third := residency.rows.run_of(rows))
+    residency.unpin_run(first)
+    residency.unpin_run(second)
+    assert not residency.is_evictable(rows[2], 0), "the third holds it"
+    residency.unpin_run(third)
+    assert residency.is_evictable(rows[2], 0) and released[-1] == rows[2] and not residency.pins
+    residency.pin_run(first)
+    residency.remove(rows[2], Cause.CORRUPT, 2)
+    assert residency.pins == {rows[0]: 1, rows[1]: 1}, "what is removed by force has no pins"
+    residency.unpin_run(first)
+    assert not residency.pins and check(residency) == []
+
+
+@pytest.mark.parametrize("blocks", [11, 40])
+def test_a_run_is_found_as_its_blocks_are_one_by_one(blocks: int) -> None:
+    shelf = Shelf(tenants=2)
+    residency = shelf.residency
+    rows = shelf.chain(*range(blocks))
+    keys = [key(number) for number in range(blocks)]
+    asked = [keys, keys[3:], keys[:-1], [*keys, key(99)], [*keys[:20], key(99), *keys[20:]], keys[::-1], keys * 2, []]
+    for each in asked:
+        expected = [residency.find(0, name) for name in each]
+        assert residency.find_each(0, b"".join(each)) == expected
+        leading = expected.index(-1) if -1 in expected else len(expected)
+        assert residency.find_run(0, b"".join(each)) == expected[:leading]
+    assert residency.find_run(1, b"".join(keys)) == [], "another tenant's"
+    theirs = shelf.store(0, tenant=1)
+    assert residency.find_run(1, b"".join(keys)) == [theirs]
+    residency.remove(rows[8], Cause.CORRUPT, 2)
+    assert residency.find_run(0, b"".join(keys)) == rows[:8], "a gap"
+    assert residency.find_each(0, b"".join(keys)) == [*rows[:8], -1, *rows[9:]]
+
+
+def test_lru_moves_neighbours_as_it_moves_single_blocks() -> None:
+    shelf, chance = Shelf(), random.Random(3)
+    policy = create("lru", shelf.residency, 0)
+    rows = [row for number in range(4) for row in shelf.chain(*range(100 * number, 100 * number + 30))]
+    order: dict[int, None] = {}  # the next victim first
+    for first in range(0, 120, 30):
+        order |= dict.fromkeys(reversed(rows[first : first + 30]))
+    for _ in range(300):
+        first = chance.randrange(len(rows) - 12)
+        used = rows[first : first + chance.randrange(12, 31)]
+        if chance.random() < 0.2:
+            chance.shuffle(used)
+        shelf.residency.touch_run(used, shelf.now_ns)
+        for row in reversed(used):
+            order.pop(row)
+            order[row] = None
+        assert list(policy.queues.of[0]) == list(order)  # type: ignore[attr-defined]
+        assert sorted(rows, key=policy.stamp.__getitem__) == list(order)  # type: ignore[attr-defined]
+    links, queue = policy.queues.links, policy.queues.of[0]  # type: ignore[attr-defined]
+    backwards = [queue.back]
+    while (before := links.before[backwards[-1]]) >= 0:
+        backwards.append(before)
+    assert backwards[::-1] == list(order)
 
 
 def test_pins_of_several_holders_end_one_by_one() -> None:

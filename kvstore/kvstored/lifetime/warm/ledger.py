@@ -63,6 +63,7 @@ _LAYOUT = (VERSION, HEADER_VERSION << 16 | HEADER_BYTES, LEDGER_BYTES, MAX_ARENA
 _NAME = "kvstore-ledger"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OFFSET_UNIT = 12  # bits: slots begin on pages
+_PLACES_BYTES = SLOTS_A_ROW * _U64.size
 
 Place = tuple[int, int]
 
@@ -238,13 +239,13 @@ class Ledger:
             return
         columns = SlotRun.of(slots)
         places = zip(columns.containers, columns.offsets, strict=True)
-        packed = [container << 32 | offset >> _OFFSET_UNIT for container, offset in places]
+        packed = array("Q", [container << 32 | offset >> _OFFSET_UNIT for container, offset in places]).tobytes()
+        second = _U64.pack(lease_id << _ROW_BITS | rows)
         taken = self._rows_of_lease[lease_id] = [free.pop() for _ in range(rows)]
         for position, at in enumerate(taken):
-            part = packed[position * SLOTS_A_ROW : (position + 1) * SLOTS_A_ROW]
-            struct.pack_into(f"{len(part)}Q", memory, at + _LEASE.size, *part)
-            _U64.pack_into(memory, at + 8, lease_id << _ROW_BITS | rows)
-            _U64.pack_into(memory, at, session_id << 32 | len(part))
+            part = packed[position * _PLACES_BYTES : (position + 1) * _PLACES_BYTES]
+            struct.pack_into(f"{_U64.size + len(part)}s", memory, at + _U64.size, second + part)
+            _U64.pack_into(memory, at, session_id << 32 | len(part) // _U64.size)
 
     def end_lease(self, lease_id: int) -> None:
         for at in self._rows_of_lease.pop(lease_id, ()):

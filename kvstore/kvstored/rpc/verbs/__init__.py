@@ -174,9 +174,9 @@ class Verbs:
         return KVStoreError(ErrorKind.THROTTLED, message, 10)
 
     def _reply(self, session: ClientSession, request: pb.Acquire, held: Acquired) -> pb.Response:
-        response = pb.Response(acquire=pb.AcquireReply(resident_blocks=held.resident_blocks, load_us=held.load_us))
+        response = pb.Response()
         reply = response.acquire
-        reply.blocks = held.blocks
+        reply.blocks, reply.resident_blocks, reply.load_us = held.blocks, held.resident_blocks, held.load_us
         if held.cause is not None:
             keys = request.set.keys
             missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
@@ -235,8 +235,9 @@ class Verbs:
         return any(question is not None for question in asked)
 
     def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.Response:
-        response = pb.Response(lookup=pb.LookupReply())
+        response = pb.Response()
         reply = response.lookup
+        reply.SetInParent()
         found = [self._look_up_set(session, key_set, reply.sets.add()) for key_set in request.sets]
         if any(each.cause is not None for each in found):
             self._note_missing(session, request.sets, found)

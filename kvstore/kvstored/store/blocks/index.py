@@ -18,17 +18,16 @@ Invariants (verified by `check`)
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import reduce
-from itertools import repeat
-from operator import and_, or_
+from itertools import compress, repeat
+from operator import and_, not_, or_
 
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.arrival import Arrival
 from kvstored.store.blocks.events import Listeners
 from kvstored.store.blocks.removal import Removal
-from kvstored.store.blocks.runs import RowRun, span_of
+from kvstored.store.blocks.runs import RowRun, count_each, fill, span_of
 from kvstored.store.blocks.tree import ChainTree
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import ALL_TIERS, MEMBERS, NO_TIERS, TierSet
@@ -83,17 +82,19 @@ class UseCounts:
         columns = self._view.rows
         if not rows:
             return ALL_TIERS, NO_TIERS
-        last_access_ns, accesses, mask, span = columns.last_access_ns, columns.accesses, columns.mask, span_of(rows)
-        if span is not None and len(set(counts := accesses[span])) == 1 and counts[0] != _ACCESSES_MAX:
-            last_access_ns[span] = array("Q", (now_ns,)) * len(rows)
-            accesses[span] = array("H", (counts[0] + 1,)) * len(rows)
-            found = set(mask[span])
+        accesses, mask, span = columns.accesses, columns.mask, span_of(rows)
+        fill(columns.last_access_ns, rows, now_ns, span)
+        if (
+            span is not None
+            and (counts := accesses[span]).count(counts[0]) == len(counts)
+            and counts[0] < _ACCESSES_MAX
+        ):
+            fill(accesses, rows, counts[0] + 1, span)
         else:
             for row in rows:
-                last_access_ns[row] = now_ns
                 if accesses[row] != _ACCESSES_MAX:
                     accesses[row] += 1
-            found = {mask[row] for row in rows}
+        found = {mask[row] for row in rows} if span is None else set(mask[span])
         return reduce(and_, found), reduce(or_, found)
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
@@ -104,16 +105,15 @@ class UseCounts:
 
     def pin(self, row: int) -> None:
         """Add a pin to the block at `row`: none of its copies is evicted while it has a pin."""
-        self._view.pins[row] = self._view.pins.get(row, 0) + 1
+        count_each(self._view.counted_pins, (row,))
 
-    def pin_run(self, rows: Sequence[int]) -> None:
-        """Add a pin to each of the blocks `rows`."""
-        pins, new = self._view.pins, dict.fromkeys(rows, 1)
-        if len(new) == len(rows) and pins.keys().isdisjoint(new):  # as a rule
-            pins.update(new)
-            return
-        for row in rows:
-            pins[row] = pins.get(row, 0) + 1
+    def pin_run(self, rows: Sequence[int] | RowRun) -> None:
+        """Add a pin to each of the blocks `rows`. The pins of a run are counted when somebody asks for pins: as a rule
+        `unpin_run` comes before."""
+        if isinstance(rows, RowRun):
+            self._view.late_pins.add(rows)
+        else:
+            count_each(self._view.counted_pins, rows)
 
     def unpin(self, row: int) -> None:
         """Remove one pin of the block at `row`. Raises RuntimeError if it has none."""
@@ -136,10 +136,14 @@ class UseCounts:
     def unpin_run(self, named: Sequence[int] | RowRun) -> None:
         """Remove one pin of each block that `named` names (by tokens, or a run of rows), if the block still exists. A
         block that was removed by force has lost its pins already."""
+        late = self._view.late_pins
+        if isinstance(named, RowRun) and named in late:  # nobody has seen its pins: there is nobody to notify
+            late.remove(named)
+            return
         self._unpin(self._view.rows.still_there(named))
 
     def _unpin(self, rows: Sequence[int]) -> None:
-        view, by_tier, pins = self._view, self._listeners.by_tier, self._view.pins
+        view, by_tier, pins = self._view, self._listeners.by_tier, self._view.counted_pins
         counts, free = list(map(pins.pop, rows, repeat(0))), rows
         if counts.count(1) < len(rows):  # some are pinned by others too
             pins.update((row, count) for row, count in zip(rows, counts, strict=True) if count)
@@ -154,11 +158,12 @@ class UseCounts:
                     free.append(row)
         if not free:
             return
-        mask, kind, window, run = view.rows.mask, view.rows.kind, view.kind_window, RowRun([*free])
+        mask, window, run = view.rows.mask, view.kind_window, RowRun([*free])
+        stand_alone = any(window[kind] for kind in set(run.of(view.rows.kind)))
         for tier in MEMBERS[reduce(or_, set(run.of(mask)))]:
             kids, released = run.of(view.copies[tier].kids), by_tier[tier].released
-            for row, has_child in zip(free, kids, strict=True):
-                if (not has_child or window[kind[row]]) and tier in MEMBERS[mask[row]]:  # else a child keeps it
+            for row in free if stand_alone else compress(free, map(not_, kids)):  # a child keeps the others
+                if tier in MEMBERS[mask[row]] and view.is_evictable(row, tier):
                     released(row)
 
 

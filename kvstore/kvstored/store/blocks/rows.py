@@ -106,6 +106,20 @@ class RowColumns:
         its key is in no dictionary."""
         return self.bulk_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
+    def neighbours(self, first: int, packed_keys: bytes) -> list[int] | None:
+        """Return the rows from `first` on if they are readable, have `packed_keys` (16 bytes each) in this order, and
+        are of one kind; otherwise None. For many keys, a dictionary takes longer."""
+        count = len(packed_keys) // KEY_BYTES
+        span = slice(first, first + count)
+        kinds = self.kind[span]
+        if 0 in self.mask[span] or kinds.count(kinds[0]) < count:
+            return None
+        try:
+            are_these = b"".join(self.keys[span]) == packed_keys  # type: ignore[arg-type]
+        except TypeError:  # None: the key of a row that was taken over in bulk is elsewhere
+            return None
+        return list(range(first, first + count)) if are_these else None
+
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """Return a new row for the block `key`, without parent, children or copies. `kind` is the number of its row
         kind (tenant, fingerprint and layer group), and `depth` its place in the chain, from 0."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore_tiers.base import Slot
 
+NEIGHBOURS_MIN = 12  # consecutive rows that are worth a look at all of them at once
 _new_slot = tuple.__new__  # half the time of Slot's own
 
 
@@ -34,19 +35,29 @@ class RowRun:
 def span_of(rows: Sequence[int]) -> slice | None:
     """Return the slice of a column that is `rows` in their order, or None if they do not follow one another."""
     first, end = (rows[0], rows[0] + len(rows)) if rows else (0, 0)
-    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and list(rows) != list(range(first, end)))):
+    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and [*rows] != [*range(first, end)])):
         return None
     return slice(first, end)
 
 
-def fill(column: array[int], rows: Sequence[int], value: int) -> None:
-    """Set the value of each of `rows` in `column` to `value`."""
-    span = span_of(rows)
+def fill(column: array[int], rows: Sequence[int], value: int, span: slice | None = None) -> None:
+    """Set the value of each of `rows` in `column` to `value`. `span` is `span_of(rows)`, if it is known."""
+    span = span or span_of(rows)
     if span is not None:
         column[span] = array(column.typecode, (value,)) * len(rows)
         return
     for row in rows:
         column[row] = value
+
+
+def count_each(counts: dict[int, int], rows: Sequence[int]) -> None:
+    """Add 1 to the count of each of `rows` in `counts`."""
+    new = dict.fromkeys(rows, 1)
+    if len(new) == len(rows) and counts.keys().isdisjoint(new):  # as a rule
+        counts.update(new)
+        return
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
 
 
 class SlotRun(Sequence[Slot]):

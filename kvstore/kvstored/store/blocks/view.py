@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import slot_bytes
-from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.codecs import ShapeOf
 from kvstored.lifecycle import Cause, CopyState
@@ -20,7 +20,7 @@ from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
 from kvstored.store.blocks.rows import RowColumns, TierCopies, as_array
-from kvstored.store.blocks.runs import RowRun, SlotRun
+from kvstored.store.blocks.runs import NEIGHBOURS_MIN, RowRun, SlotRun, count_each
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
@@ -64,7 +64,8 @@ class ResidencyView:
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
         self.kinds: list[RowKind] = []
-        self.pins: dict[int, int] = {}
+        self.counted_pins: dict[int, int] = {}
+        self.late_pins: set[RowRun] = set()  # of leases: not in `counted_pins` until somebody asks
         self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
         self.terms_gone: Callable[[int], None] | None = None  # called for a block that goes and had later terms
@@ -98,7 +99,8 @@ class ResidencyView:
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
         """Return the rows of the leading blocks of `packed_keys`, 16 bytes each, up to the first gap."""
-        return self.find_keys(tenant, unpack_keys(packed_keys))
+        neighbours = self._neighbours(tenant, packed_keys)
+        return self.find_keys(tenant, unpack_keys(packed_keys)) if neighbours is None else neighbours
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
         """Return the rows of the leading blocks of `keys` that are readable, up to the first that is not."""
@@ -110,11 +112,18 @@ class ResidencyView:
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
         """Return for each of `packed_keys` (16 bytes each) the row of its readable block, or -1."""
+        if (neighbours := self._neighbours(tenant, packed_keys)) is not None:
+            return neighbours
         index, keys = self.tenants[tenant], unpack_keys(packed_keys)
         if index.bulk is not None:
             return [index.find(key) for key in keys]
         readable = index.readable
         return [readable.get(key, -1) for key in keys]
+
+    def _neighbours(self, tenant: int, packed_keys: bytes) -> list[int] | None:
+        is_long, index = len(packed_keys) >= NEIGHBOURS_MIN * KEY_BYTES, self.tenants[tenant]
+        first = index.readable.get(packed_keys[:KEY_BYTES], -1) if is_long else -1
+        return self.rows.neighbours(first, packed_keys) if first >= 0 else None
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
         """Return an array with the row of the readable block, or -1, for each of `keys` (dtype V16)."""
@@ -199,6 +208,13 @@ class ResidencyView:
 
     # What may be evicted
 
+    @property
+    def pins(self) -> dict[int, int]:
+        """The number of pins of each pinned block, by row."""
+        while self.late_pins:
+            count_each(self.counted_pins, self.late_pins.pop().rows)
+        return self.counted_pins
+
     def pin_count(self, row: int) -> int:
         return self.pins.get(row, 0)
 
@@ -212,7 +228,7 @@ class ResidencyView:
         may not while a child (the next block of a chain) has a copy in `tier`, nor as the block's only copy in the
         slowest tier while the block has any child. Children count only if they cannot be used without the block."""
         copies, rows = self.copies[tier], self.rows
-        if copies.state[row] != _RESIDENT or row in self.pins:
+        if copies.state[row] != _RESIDENT or row in (self.pins if self.late_pins else self.counted_pins):
             return False
         is_last = rows.links[row] and tier == len(self.copies) - 1 and rows.mask[row] == ONLY[tier]
         return not (copies.kids[row] or is_last) or self.kind_window[rows.kind[row]] > 0

@@ -48,16 +48,16 @@ class Gets:
         verified, or a remote tier be asked for one."""
         resident = rows = self._run(client, asked)
         mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
-        reads = [mask[row] & readable for row in rows]
-        mapped = len(rows) if all(reads) else next(at for at, tiers in enumerate(reads) if not tiers)
-        if mapped < len(rows):
+        if not all(tiers & readable for tiers in {mask[row] for row in rows}):
             if not asked.mapped_only:
                 return None
-            rows = rows[:mapped]
+            rows = rows[: next(at for at, row in enumerate(rows) if not mask[row] & readable)]
         if self._store.dram_check.wanted(rows) or self._ask(client, asked, len(resident)) is not None:
             return None
-        self._residency.pin_run(rows)
-        return self._end(client, asked, rows, {}, resident)
+        leased = self._residency.rows.run_of(rows)
+        if rows:
+            self._residency.pin_run(leased)
+        return self._end(client, asked, leased, {}, resident)
 
     async def acquire(self, client: Client, asked: GetRequest) -> Acquired:
         """Promote the requested blocks that are not mapped, wait for them, and lease the leading blocks that arrived in
@@ -77,7 +77,8 @@ class Gets:
                 leased = loading.lease(range(next((at for at in range(intact) if not loading.is_mapped(at)), intact)))
         finally:
             loading.close()
-        return self._end(client, asked, leased, loading.sources, loading.rows[:intact])
+        run = self._residency.rows.run_of(leased)
+        return self._end(client, asked, run, loading.sources, loading.rows[:intact])
 
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
@@ -147,6 +148,8 @@ class Gets:
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
         waiting pays."""
+        if not self._discovery.is_possible:
+            return None
         return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS), asked.parent)
 
     async def _begin(
@@ -194,24 +197,28 @@ class Gets:
     # Answering
 
     def _end(
-        self, client: Client, asked: GetRequest, rows: list[int], sources: dict[int, int], resident: Sequence[int]
+        self, client: Client, asked: GetRequest, leased: RowRun, sources: dict[int, int], resident: Sequence[int]
     ) -> Acquired:
-        """Lease `rows`, which are pinned and mapped, and count the request."""
-        found = len(rows)
+        """Lease the blocks `leased`, which are pinned and mapped, and count the request."""
+        found = len(leased.rows)
         cause = self._cause(client, asked, found)
         self._counters.add("acquires")
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
-        leased = self._residency.rows.run_of(rows)
         now_ns = self._clock.monotonic_ns()
-        soon = asyncio.get_running_loop().call_soon
-        if not (asked.mapped_only and len(resident) > found):  # else a get may load the rest, and is the request
-            soon(self._count_access, client, leased, asked, found, now_ns)
-        soon(self._feed.got, client.tenant_id, client.session_id, asked.keys, found, asked.context, now_ns)
-        run = self._lease(client, asked, leased, 0, sources) if rows else None
+        is_whole = not (asked.mapped_only and len(resident) > found)  # else a get may load the rest, and is the request
+        asyncio.get_running_loop().call_soon(self._note, client, leased if is_whole else None, asked, found, now_ns)
+        run = self._lease(client, asked, leased, 0, sources) if found else None
         if not asked.mapped_only:
             return Acquired(found, cause, run)
         load_us = sum(self._promoter.estimate_us(resident, self._readable(client, asked)))
         return Acquired(found, cause, run, len(resident), load_us)
+
+    def _note(self, client: Client, used: RowRun | None, asked: GetRequest, found: int, now_ns: int) -> None:
+        """Notify policies of the use of `used`, if any, and the predictor of a get that found the first `found`
+        blocks."""
+        if used is not None:
+            self._count_access(client, used, asked, found, now_ns)
+        self._feed.got(client.tenant_id, client.session_id, asked.keys, found, asked.context, now_ns)
 
     def _cause(self, client: Client, asked: GetRequest, found: int) -> Cause | None:
         """Return why the block after the first `found` is missing; None if it is there, or not wanted."""

@@ -89,7 +89,7 @@ class LookUp:
         residency, blocks = self._residency, len(keys) // KEY_BYTES
         found = self._retention.find_each(client.tenant_id, keys)
         rows = self._promoter.reachable(found, exact=client.exact)
-        usable = usable_of([row >= 0 for row in rows])
+        usable = blocks if -1 not in rows else usable_of([row >= 0 for row in rows])
         cause = None
         if usable < blocks:  # then the key at `usable` is missing, by any rule
             cause = Cause.READ_FAILED  # stored, but on a medium that is shed

@@ -8,6 +8,7 @@ blocks are used once and room is scarce: it keeps a one-time block as long as an
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import as_array
+from kvstored.store.blocks.runs import NEIGHBOURS_MIN, span_of
 from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
@@ -41,6 +43,12 @@ class Lru(OrderedPolicy):
         accesses = self.accesses
         tenant_of = self.residency.tenant_of
         queue = self.queues.of[tenant_of(rows[0])]  # rows used together are one tenant's
+        if len(rows) >= NEIGHBOURS_MIN and (span := span_of(rows)) is not None:
+            is_queued = where[span].count(QUEUED) == len(rows)
+            if is_queued and queue.neighbours_to_back(rows):
+                self.accesses = accesses + len(rows)
+                stamp[span] = array(stamp.typecode, range(self.accesses, accesses, -1))
+                return
         befores, afters = self.queues.links.before, self.queues.links.after
         back = queue.back
         for row in reversed(rows):

@@ -7,7 +7,7 @@ queue that does not hold it corrupts both, so owners keep a state a row.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,35 @@ class RowQueue:
         else:
             self.front = first
         self.back = last
+
+    def neighbours_to_back(self, rows: Sequence[int]) -> bool:
+        """Move `rows`, consecutive rows that are all in the queue, to the back, the last of them first. Return False,
+        and leave all as it is, if they do not follow one another in the queue, in either order."""
+        before, after, back, first, end = self._before, self._after, self.back, rows[0], rows[-1] + 1
+        inner, others = slice(first, end - 1), array("i", rows[1:])
+        if before[inner] == others:
+            head, tail = end - 1, first
+        elif after[inner] == others:
+            head, tail = first, end - 1
+        else:
+            return False
+        if (behind := after[tail]) >= 0:
+            if (ahead := before[head]) >= 0:
+                after[ahead] = behind
+            else:
+                self.front = behind
+            before[behind] = ahead
+        else:  # they are at the back already
+            back = before[head]
+        if head == first:
+            before[inner] = others
+            after[first + 1 : end] = array("i", rows[:-1])
+        before[end - 1], after[first], self.back = back, _NONE, first
+        if back >= 0:
+            after[back] = end - 1
+        else:
+            self.front = end - 1
+        return True
 
     def push_front(self, row: int) -> None:
         front = self.front

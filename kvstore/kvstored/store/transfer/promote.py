@@ -265,6 +265,8 @@ class Promoter:
         requested now in this order. The sum over the first rows is their load time. A row of -1 adds 0. `readable` is
         the set of tiers that the caller reads in place."""
         mask, readable = self._residency.rows.mask, TIER_SETS[readable].with_tier(self._residency.mapped)
+        if -1 not in rows and all(tiers & readable for tiers in {mask[row] for row in rows}):  # as a rule
+            return [MAPPED_US] * len(rows)
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}
         load_us = 0  # of the rows so far

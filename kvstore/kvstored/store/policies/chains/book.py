@@ -199,7 +199,8 @@ class ChainBook:
                 if tail == last or tail in whole:  # as a rule the last, or none
                     tails[chain] = -1
         slot = prev if prev >= 0 and chains.tail[prev] < 0 else chains.take()
-        fill(self.owner, rows, slot)
+        if path.before[:here].count(slot) < here:  # else a chain that is used again, whole
+            fill(self.owner, rows, slot)
         if missing:
             self.ghosts[tenant].remember_run(missing, slot, path.fans)
         kind = 0
