@@ -34,7 +34,7 @@ class ContiguousSpace(BlockSpace):
         self._clock = clock
 
     def gaps_without_moves(self, at_s: Sequence[float]) -> list[float]:
-        """Return the seconds between each two of the times `at_s` that follow one another, but for those of moves."""
+        """Return the seconds between neighbours in the times `at_s`, without the seconds of moves."""
         ends, seconds = np.array(self.moves or [(0.0, 0.0)]).T
         before = np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, at_s, side="right")]
         gaps: list[float] = np.diff(np.asarray(at_s) - before).tolist()

@@ -378,10 +378,8 @@ class HazardTables:
         """Return the chance of a return in each age bin, given none before, with a row for each of `cells`."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
         waiting = set(self._asked)
-        asked = [at for at, cell in enumerate(cells) if cell in waiting] if waiting else ()
-        if asked:
-            self._counts[0] = 0.0
-            paths = self._paths[np.asarray(cells)[asked]]
+        if waiting and (asked := [at for at, cell in enumerate(cells) if cell in waiting]):
+            self._counts[0], paths = 0.0, self._paths[np.asarray(cells)[asked]]
             _, mixed[asked] = estimated(self._counts, paths, self._gain, self.weights())
         if hints.any():
             (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
@@ -395,8 +393,7 @@ class HazardTables:
     def _make(self, cells: Sequence[int]) -> None:
         weights, chosen = self.weights(), np.array(cells, np.int64)
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
-        self._counts[0] = 0.0
-        is_hinted = any(hint for cell in cells for hint in self._features[cell][_FIRST_HINT:])
+        self._counts[0], is_hinted = 0.0, any(hint for cell in cells for hint in self._features[cell][_FIRST_HINT:])
         best = self._ranks if self._is_ranked and not is_hinted else None
         make(chosen, self._counts, self._paths, self._gain, weights, self._estimates, self._mixed, best)
         if self._is_ranked and is_hinted:

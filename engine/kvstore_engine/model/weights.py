@@ -104,7 +104,7 @@ class Model:
             file.release()
 
     def linears(self) -> list[Linear]:
-        """Return the matrices that a step multiplies with, those of the layers and then the output's."""
+        """Return the matrices that a step multiplies with: first the layers' matrices, then the output's."""
         fields = (getattr(layer, name) for layer in self.layers for name in LayerWeights.__slots__)
         return [each for each in (*fields, self.output) if isinstance(each, Linear) and each.weight]
 

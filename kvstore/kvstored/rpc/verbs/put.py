@@ -219,7 +219,7 @@ class PutVerb:
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:
-        """Find slots, evicting for those that are not free; fewer if there is no room for more."""
+        """Find slots, and evict blocks where too few are free; fewer slots if there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
         if request.ahead:

@@ -272,11 +272,8 @@ class Promoter:
         load_us = 0  # of the rows so far
         estimates = []
         for row in rows:
-            if row < 0:
-                estimates.append(0)
-                continue
-            if mask[row] & readable:
-                estimates.append(MAPPED_US)
+            if row < 0 or mask[row] & readable:
+                estimates.append(MAPPED_US if row >= 0 else 0)
                 continue
             source = self._residency.fastest(row)
             link = self._links.get(source)
