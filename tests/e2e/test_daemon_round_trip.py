@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,10 +254,3 @@ def test_what_a_hint_says_is_due_is_in_dram_before_the_get() -> None:
         with session.get(tokens) as lease:
             assert holds(lease, payloads) and lease.promoted_bytes == 0
         assert eventually(lambda: daemon.status().counters["predicted_used_blocks"] == 16)
-
-
-def test_a_daemon_that_serves_has_not_loaded_ssl(daemon: RunningDaemon) -> None:
-    """asyncio would, for streams over TLS: more than a megabyte, and gRPC has a TLS of its own."""
-    maps = Path(f"/proc/{daemon.pid}/maps").read_text()
-    assert "cygrpc" in maps
-    assert "libssl" not in maps and "/_ssl." not in maps

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 
 from kvstore_console.command_line import Commands
 from kvstored.cli.configure import add_settings, overrides
@@ -78,7 +77,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"{config.source}: the configuration can be used")
         return 0
     set_up_logging(config.daemon.log_level)
-    _load_asyncio()
     from kvstore_tiers.failpoints import ENVIRONMENT, unknown_names
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
     from kvstored import __version__
@@ -109,18 +107,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     finally:
         if ahead is not None:
             ahead.close()
-
-
-def _load_asyncio() -> None:
-    """Import asyncio as where Python has no `ssl`, which it would load for streams over TLS. The daemon has none, since
-    gRPC has a TLS of its own; who needs `ssl` can import it afterwards."""
-    if "ssl" in sys.modules:
-        return
-    sys.modules["ssl"] = None  # type: ignore[assignment]
-    try:
-        import asyncio  # noqa: F401
-    finally:
-        del sys.modules["ssl"]
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
