@@ -13,9 +13,9 @@ from tests.reference.tiny_transformers import GROUPED, grouped_model, prompt
 
 # isort: split
 import torch
-import transformers
 from transformers import DynamicCache, PreTrainedModel
 
+import kvstore_connectors.transformers.fingerprint
 from kvstore_connectors.moments import HostMoment
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
 from kvstore_connectors.transformers.group_blocks import BlocksToRead
@@ -129,7 +129,8 @@ def test_a_fingerprint_says_the_groups_and_the_release(kind: str, monkeypatch: p
     found = [(group.kind, group.window_tokens, fingerprint.block_tokens) for group in fingerprint.groups]
     assert found == kinds[kind]
     assert model_fingerprint(grouped_model(kind)).digest() == fingerprint.digest()
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    # Transformers replaces its own module when its first model is loaded, so `import transformers` here may be another.
+    monkeypatch.setattr(kvstore_connectors.transformers.fingerprint.transformers, "__version__", "5.99.0")
     assert model_fingerprint(grouped_model(kind)).digest() != fingerprint.digest()
 
 
