@@ -18,7 +18,8 @@ from kvstore_tiers.base import Slot
 @dataclass(slots=True)
 class Reservation:
     """A set of slots that one client may write to. `slots` maps a place (0, 1, …) to its slot; slots from which a block
-    was stored are removed. `is_ahead`: the client reserved them before it had a put.
+    was stored are removed. `places` is the number of slots that were added. `is_ahead`: the client reserved them before
+    it had a put.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Reservation:
     expires_ns: int
     is_ahead: bool = False
     slots: dict[int, Slot] = field(default_factory=dict)
+    places: int = 0
 
 
 class Reservations:
@@ -62,7 +64,8 @@ class Reservations:
         if reservation.number not in self._reservations:
             self.free(reservation.tenant, slot)
             return False
-        reservation.slots[len(reservation.slots)] = slot
+        reservation.slots[reservation.places] = slot
+        reservation.places += 1
         self.ahead_bytes += slot.nbytes * reservation.is_ahead
         return True
 

@@ -31,3 +31,16 @@ def test_a_client_that_goes_after_the_daemon_has_stopped_frees_nothing() -> None
     reservations.end_session(1)
     reservations.give_back(2, 2)
     assert not freed and not len(reservations) and not reservations.held_bytes(2)
+
+
+def test_a_slot_that_is_stored_from_while_others_are_still_added_leaves_its_place_empty() -> None:
+    """A client can guess the number of a reservation before the daemon has answered."""
+    freed: list[Slot] = []
+    reservations = reserved(freed)
+    filling = reservations.find(1, 1, 0)
+    assert filling is not None
+    (stored,) = reservations.take(filling, [0]).values()
+    added = Slot(1, 4096 * 2, 4096, 0)
+    assert reservations.add(filling, added) and [*filling.slots] == [1, 2]
+    reservations.end_session(1)
+    assert sorted(freed) == [Slot(1, 4096, 4096, 0), added] and stored not in freed
