@@ -245,10 +245,8 @@ class ChainFollower:
         if tail < 0:
             self.next = self.named = -1
         elif book.shared[tail] or chains.blocked[chain] or chains.due_s[chain] or chains.length[chain] - depth <= APART:
-            self.next = self.named = -1  # what `_lost` would do, without a call, here and below
-            chains.blocked[chain] = 0
-            self.candidates[tenant].look_at(chain, self.now_s)
-        else:
+            self._lost(row, chain, tail, was_last=row)
+        else:  # what `_lost` would find, without a call
             self.next, self.named = (tail if row == self.named else -1), -1
 
     def _removed_any(self, row: int, chain: int) -> None:
