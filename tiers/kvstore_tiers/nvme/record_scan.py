@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_cuda.host_copies import load_if_compiled
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan, SlabReport
 from kvstore_tiers.nvme.layout import GENERATION_SPREAD, RECORD_BYTES, RecordState
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
@@ -33,7 +32,6 @@ from kvstore_tiers.nvme.verdicts import Judge, LiveBlocks, Origins, Verdicts
 READ_RECORDS = 16384  # 4 MB a read
 READ_AHEAD_SLABS = 4
 MAX_SCAN_THREADS = 4  # threads: NumPy releases the GIL; the medium keeps no more of them busy
-_MANY_RECORDS = 1 << 16  # checking fewer takes less time than loading compiled code
 _SPARE_BUFFERS = 2
 
 
@@ -146,8 +144,6 @@ class _Scan:
             ThreadPoolExecutor(threads, "nvme-judge") as pool,
             _Reader(self._slabs, positions, threads + _SPARE_BUFFERS) as reader,
         ):
-            if self._ends[-1] >= _MANY_RECORDS:
-                pool.submit(load_if_compiled)
             for piece in reader:
                 pieces_of[piece.position].append(pool.submit(judge_piece, piece))
         for position, pieces in pieces_of.items():

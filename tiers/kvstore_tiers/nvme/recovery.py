@@ -52,7 +52,7 @@ from kvstore_tiers.recovered import RecoveredBlocks
 
 _REPAIR_THREADS = 8  # they wait for the medium
 _HEAP_BYTES_A_SLOT = 256  # what books of all kinds take of a block, and what making them takes meanwhile
-_MANY_SLOTS = 1 << 16
+_MANY_SLOTS = 1 << 16  # checking fewer records takes less time than loading compiled code
 _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINED], dtype=np.uint8)
 
 
