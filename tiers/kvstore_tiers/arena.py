@@ -225,10 +225,15 @@ class Arena(ArenaMemory):
         return self.allocate_run(1)[0]
 
     def allocate_run(self, most: int) -> list[Slot]:
-        """Take up to `most` free slots of this arena and return them."""
+        """Take up to `most` free slots of this arena and return them. Raises OSError if the system refuses memory for
+        the first of them."""
         taken = [self._returned.pop() for _ in range(min(most, len(self._returned)))]
         if len(taken) < most:
-            taken += self._hand_out(most - len(taken))
+            try:
+                taken += self._hand_out(most - len(taken))
+            except OSError:
+                if not taken:
+                    raise
         number, size, generations, out = self.number, self.slot_bytes, self._generations, self._out
         for index in taken:
             out[index] = 1

@@ -141,7 +141,11 @@ class HostTier(ContainerTier):
         while len(found) < most and not self._closed:
             if (arena := self._arenas.with_room_for(nbytes, owner, lambda: self._arena_for(nbytes, owner))) is None:
                 break
-            found += arena.allocate_run(most - len(found))
+            try:
+                found += arena.allocate_run(most - len(found))
+            except OSError as error:  # a full tier, until slots of it are free again
+                self._refused = f"the system gives no memory for a slot: {error}"
+                break
             self._arenas.taken_from(arena)
             if not arena.has_room:
                 self._lending.offer(arena)
@@ -339,10 +343,7 @@ class HostTier(ContainerTier):
         arena = self._fresh_arena(nbytes, owner)
         if arena is None:
             donor = next((arena for arena in empty if arena.mode == "owned"), None)
-            if donor is None:
-                return None
-            arena = self._inherit(donor, owner)
-            if arena is None:
+            if donor is None or (arena := self._inherit(donor, owner)) is None:
                 return None
         arena.shape(nbytes)
         return arena

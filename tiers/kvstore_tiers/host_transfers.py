@@ -166,6 +166,9 @@ class ImageBatch(TransferBatch):
         self._table.extend(images.addresses)
         self._table.extend(images.sizes)
 
+    def __len__(self) -> int:
+        return len(self._images)
+
     def run(self) -> None:
         count, table = len(self._images), self._table.buffer_info()[0]
         places = [table + _WORD * (1 + column * count) for column in range(3)]

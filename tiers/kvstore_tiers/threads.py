@@ -77,7 +77,7 @@ class ResidentThreads:
         def run() -> None:
             outcome = run_transfer(attempt)
             if not outcome.ok:
-                done(outcome)
+                deliver(outcome, done)
 
         if not self.post(run):
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
@@ -120,8 +120,12 @@ def run_transfer(transfer: Transfer) -> Outcome:
     except OSError as error:
         return Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0)
     except Exception as error:
-        _LOG.exception("a transfer broke")
-        return Outcome(OutcomeKind.FAILED, message=f"{type(error).__name__}: {error}")
+        return _broken(error)
+
+
+def _broken(error: Exception) -> Outcome:
+    _LOG.exception("a transfer broke")
+    return Outcome(OutcomeKind.FAILED, message=f"{type(error).__name__}: {error}")
 
 
 def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
@@ -151,6 +155,9 @@ class TransferBatch:
         self._parts_left = parts
         self._ending = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._transfers)
+
     def run(self) -> None:
         left = self._left
         while left:
@@ -169,7 +176,13 @@ class TransferBatch:
             self._parts_left -= 1
             is_last = not self._parts_left
         if is_last:
-            deliver(self._ended(), self._done)
+            deliver(self._judged(), self._done)
+
+    def _judged(self) -> Sequence[Outcome]:
+        try:
+            return self._ended()
+        except Exception as error:  # the thread serves others, and `done` is waited for
+            return [_broken(error)] * len(self)
 
     def _ended(self) -> Sequence[Outcome]:
         return self._outcomes

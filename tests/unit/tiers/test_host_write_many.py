@@ -66,6 +66,20 @@ def test_what_may_wait_is_left_to_a_copy_thread() -> None:
 
 
 @pytest.mark.parametrize("payload_bytes", [4096, AT_ONCE_BYTES + 4096])
+def test_a_batch_that_breaks_at_its_end_says_so_and_the_next_one_is_written(
+    payload_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(HostTier(16 << 20, arena_bytes=4 << 20, copy_threads=1)) as tier:
+        with monkeypatch.context() as patched:
+            patched.setattr(tier._transfers._counters, "wrote_all", lambda *_: 1 // 0)
+            outcomes, _, _ = write(tier, payload_bytes, 3)
+        assert [(outcome.kind, outcome.message[:17]) for outcome in outcomes] == [
+            (OutcomeKind.FAILED, "ZeroDivisionError")
+        ] * 3
+        assert all(outcome.ok for outcome in write(tier, payload_bytes, 3)[0])
+
+
+@pytest.mark.parametrize("payload_bytes", [4096, AT_ONCE_BYTES + 4096])
 def test_a_closed_tier_writes_nothing(payload_bytes: int) -> None:
     tier = HostTier(16 << 20, arena_bytes=4 << 20)
     header, payload = block(1, payload_bytes)

@@ -18,8 +18,8 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, read_header
 from kvstore_tiers import arena_memory, host_transfers
-from kvstore_tiers.arena_memory import F_SEAL_FUTURE_WRITE
-from kvstore_tiers.base import Outcome, Slot
+from kvstore_tiers.arena_memory import F_SEAL_FUTURE_WRITE, ArenaMemory
+from kvstore_tiers.base import Outcome, Slot, TierState
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish_all, get, image_run
@@ -206,6 +206,24 @@ def test_an_arena_taken_over_gives_memory_back_as_fast_as_it_is_taken() -> None:
             os.close(new_fd)
             assert held_bytes <= MIB, taken
         os.close(old_fd)
+
+
+def test_memory_that_cannot_be_taken_from_another_arena_costs_no_slot(
+    tier: HostTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slot in fill(tier, 65536, "a"):
+        tier.free(slot)
+    first, *returned = use(tier, 65536, "b", 5)
+    for slot in returned:
+        tier.free(slot)
+    with monkeypatch.context() as patched:
+        patched.setattr(ArenaMemory, "punch", refused(errno.ENOMEM))
+        taken = tier.allocate_run(8, 65536, "b")
+        assert {slot.offset for slot in taken} == {slot.offset for slot in returned}, "those whose memory is there"
+        assert tier.allocate_run(8, 65536, "b") == [], "a full tier, not a broken one"
+        assert tier.state is TierState.FULL and "no memory" in tier.statistics().message
+    later = fill(tier, 65536, "b")
+    assert len({first, *taken, *later}) == tier.statistics().blocks == 4 * MIB // 65536
 
 
 def test_it_says_whose_an_arena_is(tier: HostTier) -> None:
