@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.lifecycle import Cause
@@ -114,6 +115,32 @@ def test_a_put_that_is_refused_says_why_and_so_does_a_later_miss(tmp_path: Path,
             name: counted[f"{name}_blocks"] for name in ("no_room", "over_quota", "declined", "stored", "evicted")
         }
         assert refused == {**dict.fromkeys(refused, 0), why: BLOCKS}
+
+    scenario(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("terms", "status"),
+    [
+        (Terms(priority=1), StoreStatus.STORED),
+        (Terms(pin="nightly"), StoreStatus.STORED),
+        (Terms(priority=-1), StoreStatus.DECLINED),
+        (Terms(ttl_s=9), StoreStatus.DECLINED),
+    ],
+)
+def test_a_policy_declines_no_block_whose_terms_precede_its_order(
+    tmp_path: Path, terms: Terms, status: StoreStatus
+) -> None:
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        store = driven.small.store
+        driven.small.disk.plan(Fault("write", "fail"))
+        filled = keys_of(9, 2 * store.config.host.capacity_bytes // PAYLOAD_BYTES)
+        await driven.put(filled, DurabilityMode.NONE)
+        store.policies[HOST].declines = lambda *_: True  # type: ignore[method-assign]
+        (answer,) = await driven.put(KEYS, DurabilityMode.NONE, terms=terms)
+        assert list(answer.statuses) == [status] * BLOCKS
+        driven.operations.hints.touch(driven.client, PACKED, Terms(unpin=terms.pin))
 
     scenario(tmp_path)
 

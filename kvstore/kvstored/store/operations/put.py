@@ -308,16 +308,16 @@ class Puts:
             nbytes, run = slot_bytes(intake.payload_bytes[at]), intake.run_from(self._residency.tenants[tenant], end)
             parent = self._residency.find_any(tenant, intake.parents[at])
             newcomers: list[tuple[bytes, int]] = []
-            # No policy may decline a block that goes to NVMe: it is written from its DRAM slot.
-            if self._writeback is None or intake.mode == DurabilityMode.NONE:
+            # No policy may decline a block that goes to NVMe: it is written from its DRAM slot. A priority precedes it.
+            goes_below = self._writeback is not None and intake.mode != DurabilityMode.NONE
+            if not (goes_below or intake.terms.pin or (intake.terms.priority or 0) > 0):
                 depth = self._residency.depth(parent) + 1 if parent >= 0 else 0
                 newcomers = [(intake.keys[each], depth + each - at) for each in run]
             if self._room.make_room(len(run), nbytes, tenant, parent=parent, newcomers=newcomers):
                 self._begin_blocks(intake, end)
                 if intake.begun > at:
                     continue
-            newcomer = newcomers[0] if newcomers else None
-            found = await self._room.allocate_for(newcomer, nbytes, tenant, parent=parent)
+            found = await self._room.allocate_for(next(iter(newcomers), None), nbytes, tenant, parent=parent)
             if isinstance(found, NoSlot):
                 self._refuse(intake, found)
             self._begin_blocks(intake, end, found if isinstance(found, Slot) else None)
