@@ -29,8 +29,8 @@ _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wir
 
 @dataclass(slots=True)
 class _Reserved:
-    """Slots that the daemon granted. `places` has the mapped arena and the offset of each slot. `left`: the number of
-    slots that were not sent, or that the daemon did not take."""
+    """Slots that the daemon granted. `places` has the mapped arena and the offset of each slot. `left` is not 0
+    if slots were not sent, or the daemon may not have taken them."""
 
     number: int
     places: Sequence[tuple[Bytes, int]]
@@ -168,6 +168,7 @@ class InPlacePut(PutPart):
         for message in self._sent:  # a payload function raised: the daemon decides what was sent
             if message.call is not None:
                 message.call.abandon()
+            self._unanswered(message)
             self._undecided += message.blocks
         self._sent.clear()
         for reserved in self._reserved.values():
@@ -206,9 +207,13 @@ class InPlacePut(PutPart):
         while self._sent:
             self._collect()
 
+    def _unanswered(self, message: StoreMessage) -> None:
+        """Note that the daemon may have taken no slot: the message may come after the reservation's end."""
+        self._reserved[message.reservation].left += 1
+
     def _take(self, message: StoreMessage, call: Call, response: wire.Response) -> None:
-        if response.HasField("error"):
-            self._reserved[message.reservation].left += 1  # it may have taken nothing
+        if response.HasField("error") or set(response.store.statuses) == {wire.STORE_STATUS_AGAIN}:
+            self._unanswered(message)
         answer = call.judge(response)
         if isinstance(answer, str):
             self._undecided += message.blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -184,6 +185,24 @@ def test_a_payload_function_that_raises_leaves_nothing_reserved(daemon: RunningD
         session.put(tokens_of(5, BLOCKS), payloads=payloads)
     assert eventually(lambda: reserved(daemon) == 0)
     assert put(session, 5) == ["stored"] * BLOCKS or session.lookup(tokens_of(5, BLOCKS)).blocks == BLOCKS
+
+
+def test_slots_of_a_message_that_comes_too_late_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client believes that it may write for longer than the daemon does."""
+    monkeypatch.setattr(slot_requests, "USABLE_SHARE", 100.0)
+    payloads: list[Any] = [*payloads_of(5, BLOCKS, MODEL)]
+    last = payloads[-1]
+
+    def fill(destination: Bytes) -> None:
+        time.sleep(0.5 if not uses_staging(session) else 0.0)
+        np.copyto(destination, last)
+
+    payloads[-1] = fill
+    settings = ("put.in_place=true", "limits.lease_ttl_ms=400", *SETTINGS)
+    with running_daemon(*settings) as daemon, daemon.connect(MODEL) as session:
+        receipt = session.put(tokens_of(5, BLOCKS), payloads=payloads)
+        assert receipt.statuses == ["stored"] * BLOCKS and uses_staging(session)
+        assert eventually(lambda: reserved(daemon) == 0)
 
 
 def test_a_put_larger_than_a_client_may_hold_goes_piece_by_piece(daemon: RunningDaemon, session: Session) -> None:

@@ -19,7 +19,7 @@ from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import StagingMemory
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
-from kvstored.rpc.verbs.put import PutVerb
+from kvstored.rpc.verbs.put import SLICE_SLOTS, PutVerb
 from kvstored.store.blocks.check import check
 from kvstored.store.operations import Operations, put
 from kvstored.telemetry import DeletionLog
@@ -219,5 +219,28 @@ def test_stores_under_way_are_bounded_though_no_caller_waits_for_them(tmp_path: 
         assert await store.store(KEYS[4:5]) == [STORED]
         for replies in unanswered:
             await replies.aclose()
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_requests_for_slots_at_the_same_time_get_no_more_than_one_client_may_hold(
+    tmp_path: Path, is_full: bool
+) -> None:
+    most = SLICE_SLOTS + 8
+
+    async def test(store: Store) -> None:
+        lending, small = store.lending, store.small
+        lending._limits = replace(lending._limits, staging_per_client_bytes=most * SLOT, max_keys=most)
+        lending._in_place = replace(lending._in_place, in_place=True)
+        for number in range(small.config.host.capacity_bytes // SLOT if is_full else 0):
+            await small.store_in(HOST, number + 1, payload_bytes=PAYLOAD_BYTES)
+        asked = pb.ReserveSlots(payload_bytes=PAYLOAD_BYTES, blocks=most)
+        requests = [asyncio.create_task(lending.reserve(store.session, asked)) for _ in range(3)]
+        granted = [len((await request).offsets) for request in requests]
+        assert sum(granted) == most, granted
+        assert small.store.reservations.held_bytes(store.session.session_id) == most * SLOT
+        small.store.reservations.end_session(store.session.session_id)
+        assert small.store.host.statistics().blocks == small.residency.tier_blocks(HOST)
 
     run(tmp_path, test)

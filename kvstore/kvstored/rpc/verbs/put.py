@@ -221,26 +221,33 @@ class PutVerb:
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:
         """Find slots, and evict blocks where too few are free; fewer slots if there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
-        left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
-        if request.ahead:
-            most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
-            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes)
-        wanted = min(request.blocks, left_bytes // nbytes)
-        while wanted > 0:
-            slots = room.allocate_run(min(wanted, SLICE_SLOTS), nbytes, tenant, writable=True)
-            if not slots and not request.ahead and (slot := await self._make_room(request, nbytes, tenant)) is not None:
+        while (most := min(request.blocks - reservation.places, self._may_hold(session, request))) > 0:
+            slots = room.allocate_run(min(most, SLICE_SLOTS), nbytes, tenant, writable=True)
+            if not slots and not request.ahead and (slot := await self._make_room(session, request)) is not None:
                 slots = [slot]
             added = [self._reservations.add(reservation, slot) for slot in slots]  # each: one of an ended one is freed
             if not added or not all(added):
                 return
-            wanted -= len(slots)
             if len(slots) == SLICE_SLOTS:
                 await asyncio.sleep(0)
 
-    async def _make_room(self, request: pb.ReserveSlots, nbytes: int, tenant: int) -> Slot | None:
+    def _may_hold(self, session: ClientSession, request: pb.ReserveSlots) -> int:
+        """Return how many slots more the client may hold: it may have asked for others at the same time."""
+        left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
+        if request.ahead:
+            most_bytes = self._host.statistics().capacity_bytes // AHEAD_SHARE
+            left_bytes = min(left_bytes, most_bytes - self._reservations.ahead_bytes)
+        return left_bytes // slot_bytes(request.payload_bytes)
+
+    async def _make_room(self, session: ClientSession, request: pb.ReserveSlots) -> Slot | None:
+        tenant, nbytes = session.tenant_id, slot_bytes(request.payload_bytes)
         parent = self._residency.find_any(tenant, request.parent) if request.parent else -1
         slot = await self._room.allocate_for(None, nbytes, tenant, parent=parent, writable=True)
-        return slot if isinstance(slot, Slot) else None
+        if isinstance(slot, Slot) and self._may_hold(session, request) > 0:
+            return slot
+        if isinstance(slot, Slot):
+            self._host.free(slot)
+        return None
 
 
 async def _sent_again(blocks: int) -> AsyncGenerator[pb.Response, None]:
