@@ -33,7 +33,7 @@ extern "C" {
 // Fills a table of `room` empty places (-1): each entry goes behind the one before, in the order of their homes and
 // then of themselves, or to its home if that is later. `keys` are of four words; `members` are the positions of `count`
 // of them, or null for the first `count`. `repeats` gets 1 if two of the keys may be equal. Returns the number of places
-// up to the last entry; -1 if there is no room.
+// up to the last entry, behind which one is empty; -1 if there is no room.
 int64_t kv_fill_table(const uint32_t* keys, const int64_t* members, uint64_t count, uint32_t multiplier, uint64_t size,
                       uint32_t bits, int32_t* table, uint64_t room, int32_t* repeats) {
     uint64_t part_bits = PART_BITS;
@@ -88,7 +88,7 @@ int64_t kv_fill_table(const uint32_t* keys, const int64_t* members, uint64_t cou
         for (uint64_t at = 0; at < here; ++at) {
             const uint64_t word = sorted[at];
             next = std::max(next, word >> ENTRY_BITS);
-            if (next >= room) return -1;
+            if (next + 1 >= room) return -1;  // an empty place ends each search
             table[next++] = static_cast<int32_t>(word & ENTRY_MASK);
             if (!at || (word ^ sorted[at - 1]) > mask) {
                 was_alike = false;

@@ -84,11 +84,13 @@ def test_many_keys() -> None:
     assert native.may_repeat
 
 
-def test_a_table_with_many_entries_behind_its_end() -> None:
-    """All keys have the last home: compiled code has no room for these."""
-    held = np.zeros((3000, 2), np.uint64)
+@pytest.mark.parametrize("count", [*range(1022, 1028), 3000])
+def test_a_table_with_many_entries_behind_its_end(count: int) -> None:
+    """All keys have the last home: compiled code has no room for more than a thousand, and a search ends there."""
+    held = np.zeros((count, 2), np.uint64)
     held[:, 0] = 2**32 - 1
-    held[:, 1] = np.arange(3000)
+    held[:, 1] = np.arange(count)
     native, numpy = both(lambda: KeyTable(held), 1)
     assert same(native, numpy)
-    assert (native.find_each(held, held) == np.arange(3000)).all()
+    assert (native.find_each(held, held) == np.arange(count)).all()
+    assert native.table[-1] == -1, "else a search would leave the table"
