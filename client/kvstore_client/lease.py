@@ -237,7 +237,7 @@ class Lease:
         ]
         for nbytes, alike in groupby(pairs, key=lambda pair: pair[0].nbytes):
             targets, sources = np.array([(address_of(target), address_of(payload)) for target, payload in alike]).T
-            copy_runs(targets, sources, nbytes)
+            copy_runs(targets, sources, nbytes, shares=True)
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:

@@ -43,19 +43,22 @@ class HostMoment:
 
 
 class LayerProgress:
-    """A counter of the layers that a copy has finished. One thread copies, and other threads wait for the layer that
-    they will read. When the copy ends, all waiting threads go on, even if some layers were not copied.
+    """A counter of the layers that a copy has finished. One or two threads copy, and other threads wait for the layer
+    that they will read. When the copy ends, all waiting threads go on, even if some layers were not copied.
     """
 
     def __init__(self) -> None:
         self._done = 0
+        self._behind: dict[int, int] = {}  # copied before an earlier layer was: from which layer to which
         self._has_ended = False
         self._changed = threading.Condition()
 
-    def advance(self, layers: int = 1) -> None:
-        """Mark the next `layers` layers as readable."""
+    def copied(self, layers: range) -> None:
+        """Note that `layers` are copied. They are readable once all layers before them are copied too."""
         with self._changed:
-            self._done += layers
+            self._behind[layers.start] = layers.stop
+            while self._done in self._behind:
+                self._done = self._behind.pop(self._done)
             self._changed.notify_all()
 
     def end(self) -> None:

@@ -24,6 +24,7 @@ constexpr size_t A_LINE = 8;                   // records whose words fill one l
 constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
 constexpr size_t PAST_CACHES = 128 * 1024;     // payloads from this size on
 constexpr size_t PAST_CACHES_RUN = 2048;       // runs of a larger copy from this size on
+constexpr size_t LOT = 512 * 1024;             // bytes that one of several threads copies at a time
 constexpr size_t VECTORS_MIN = 512;            // what is shorter, memcpy copies by vectors
 constexpr size_t CHECKSUM_AT = 128, HEADER_CHECKSUM_AT = 152, STORED_CHECKSUM_AT = 168;  // kvstore_proto/arena.py
 
@@ -220,10 +221,19 @@ void kv_copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
     _mm_sfence();
 }
 
-// Copies `count` runs of `nbytes` each, past the caches where all of them together are many bytes.
-void kv_copy_runs(uint64_t count, uint8_t* const* targets, const uint8_t* const* sources, uint64_t nbytes) {
-    const bool is_past = nbytes >= PAST_CACHES_RUN && count * nbytes >= PAST_CACHES;
-    for (uint64_t at = 0; at < count; ++at) copied(targets[at], sources[at], nbytes, is_past);
+// Copies `count` runs of `nbytes` each, past the caches where all of them together are many bytes, beside other threads
+// with equal arguments: `next` counts the lots of bytes that were taken.
+void kv_copy_runs(
+    uint64_t* next, uint64_t count, uint8_t* const* targets, const uint8_t* const* sources, uint64_t nbytes) {
+    const uint64_t total = count * nbytes;
+    const bool is_past = nbytes >= PAST_CACHES_RUN && total >= PAST_CACHES;
+    for (uint64_t at; (at = LOT * __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < total;) {
+        const uint64_t end = at + LOT < total ? at + LOT : total;
+        for (uint64_t run = at / nbytes, from = at % nbytes, length; at < end; at += length, ++run, from = 0) {
+            length = nbytes - from < end - at ? nbytes - from : end - at;
+            copied(targets[run] + from, sources[run] + from, length, is_past);
+        }
+    }
     _mm_sfence();
 }
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86
+from kvstore_cuda.side_thread import together
 
 Addresses = npt.NDArray[np.int64]
 NATIVE_VARIABLE = "KVSTORED_NATIVE_COPIES"  # 0: none
@@ -46,7 +47,8 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found = ct.CDLL(path)
     place, size = ct.c_void_p, ct.c_size_t
     found.kv_copy.argtypes, found.kv_copy.restype = (place, place, size), None
-    found.kv_copy_runs.argtypes, found.kv_copy_runs.restype = (ct.c_uint64, place, place, ct.c_uint64), None
+    found.kv_copy_runs.argtypes = (place, ct.c_uint64, place, place, ct.c_uint64)
+    found.kv_copy_runs.restype = None
     found.kv_copy_and_hash.argtypes, found.kv_copy_and_hash.restype = (place, place, size), ct.c_uint64
     found.kv_hash_begin.argtypes, found.kv_hash_begin.restype = (place,), None
     found.kv_hash_more.argtypes = (place, place, place, ct.c_uint64, ct.c_uint64)
@@ -86,9 +88,10 @@ def copy_array(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> 
         library.kv_copy(address_of(target), address_of(source), target.nbytes)
 
 
-def copy_runs(targets: Addresses, sources: Addresses, nbytes: int) -> None:
+def copy_runs(targets: Addresses, sources: Addresses, nbytes: int, *, shares: bool = False) -> None:
     """Copy `nbytes` bytes from each address of `sources` to the address of `targets` at the same position, without the
-    GIL. Both are int64[runs]; the caller keeps the memory alive. Raises ValueError for unequal numbers of them.
+    GIL. Both are int64[runs]; the caller keeps the memory alive. If it `shares`, many bytes are copied by two threads
+    while a second processor is idle. Raises ValueError for unequal numbers of addresses.
     """
     if len(targets) != len(sources):
         raise ValueError(f"{len(targets)} targets for {len(sources)} sources")
@@ -98,7 +101,9 @@ def copy_runs(targets: Addresses, sources: Addresses, nbytes: int) -> None:
             ct.memmove(target, source, nbytes)
         return
     targets, sources = np.ascontiguousarray(targets, np.int64), np.ascontiguousarray(sources, np.int64)
-    library.kv_copy_runs(len(targets), address_of(targets), address_of(sources), nbytes)
+    taken, places = ct.c_uint64(), (len(targets), address_of(targets), address_of(sources), nbytes)
+    copy = partial(library.kv_copy_runs, ct.byref(taken), *places)
+    together(copy, len(targets) * nbytes if shares else 0)
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvstore_connectors.vllm import tensors
 from kvstore_connectors.vllm.connector import KVStoreConnector
-from kvstore_connectors.vllm.tensors import HostLoad, PagedLayers
+from kvstore_connectors.vllm.host_pages import HostLoad, PagedLayers
 
 PATIENCE_S = 60.0
 
@@ -59,14 +59,14 @@ class _ToldLayers(PagedLayers):
         self.told = _told()
         return super().load(sources, after)
 
-    def scatter(self, payloads: Any, block_ids: Any, layers: range) -> None:
+    def scatter(self, copies: Any, layers: range) -> None:
         layer = layers.start
         time.sleep(self.told.get("layer_s", 0.0))
         if layer and (self.told.get("gated") or self.told.get("breaks_at") == layer):
             _computing.wait(layer)
         if self.told.get("breaks_at") == layer:
             raise RuntimeError("a layer is broken")
-        super().scatter(payloads, block_ids, layers)
+        super().scatter(copies, layers)
 
 
 class ToldConnector(KVStoreConnector):

@@ -21,7 +21,7 @@ from serving import Batch, Bytes, serve
 
 import kvstore_client
 from kvstore_client import Fingerprint, LayerGroup, Lease, Session
-from kvstore_connectors.vllm.tensors import PagedLayers
+from kvstore_connectors.vllm.host_pages import PagedLayers
 
 LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 8, 512, 16, 8, 64
 REQUEST_TOKENS, BLOCK_TOKENS = 2048, 256  # 8 blocks: what LMCache calls chunks, at its default size

@@ -168,7 +168,7 @@ class LayerCopy:
         try:
             for layer in range(self._layers):
                 self._copy(layer)
-                self._progress.advance()
+                self._progress.copied(range(layer, layer + 1))
             self._is_whole = True
         except Exception:  # a lease whose memory is gone, or a bug here: the model computes all again
             self._is_whole = False

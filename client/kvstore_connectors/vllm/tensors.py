@@ -1,10 +1,10 @@
 """vLLM's KV caches, as tensors, and the pool that the worker side copies: in host memory, or on a CUDA device.
 
-The module chooses between the two, gathers and scatters whole blocks in host memory, and owns the transfers of a pool
-on a device. It refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in
-order; where vLLM has several groups, of every layer of one of the store's. The module never looks inside a block:
-vLLM's CPU kernels pack keys and values in an order of their own instruction set, so no slice of a block means anything
-elsewhere (the fingerprint names the order). torch is imported on first use.
+The module chooses between the two (host memory: `host_pages`), and owns the transfers of a pool on a device. It refuses
+tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in order; where vLLM has
+several groups, of every layer of one of the store's. The module never looks inside a block: vLLM's CPU kernels pack
+keys and values in an order of their own instruction set, so no slice of a block means anything elsewhere (the
+fingerprint names the order). torch is imported on first use.
 
 On a device vLLM 0.32 and 0.33 show the cache of each layer as [block, head, token, content] (`KVCacheLayout`); in
 memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in their order in memory,
@@ -23,15 +23,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvstore_client.device import (
     DeviceMemory,
@@ -45,12 +40,11 @@ from kvstore_client.device import (
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
-from kvstore_connectors.moments import HostMoment, LayerProgress
 from kvstore_connectors.vllm.groups import StateGroup, StateGroups
+from kvstore_connectors.vllm.host_pages import PagedLayers
 from kvstore_connectors.vllm.model import refused_backends
 from kvstore_connectors.vllm.orders import Place
 from kvstore_connectors.vllm.pages import Pages
-from kvstore_cuda.host_copies import address_of, copy_runs
 
 if TYPE_CHECKING:
     import torch
@@ -148,120 +142,6 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
             "to use on CPUs"
         )
     return tensor.view(blocks, -1).view(torch.uint8).numpy()
-
-
-class PagedLayers:
-    """The KV pool of an engine in host memory. `layers` are uint8[num_blocks, page_bytes] views of vLLM's tensors, all
-    of one shape. If a block of the store covers several pool blocks, `slots` says for each of `layers` which of the
-    block's pool blocks it uses, and one layer may come several times. It implements `Pages`.
-    """
-
-    is_on_device = False
-
-    def __init__(self, layers: Sequence[Bytes], slots: Sequence[int] | None = None) -> None:
-        if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
-            raise ValueError(f"layers of one shape are needed, got {sorted({layer.shape for layer in layers})}")
-        if any(layer.strides[1] != 1 for layer in layers):
-            raise ValueError("the bytes of a page are apart in memory")
-        self._layers = tuple(layers)
-        self._slots = None if slots is None else np.array(slots, np.intp)
-        self._bases = np.array([address_of(layer) for layer in layers], np.int64)
-        self._strides = np.array([layer.strides[0] for layer in layers], np.int64)
-        self.others: Sequence[PagedLayers] = ()
-        self.blocks, self._page_bytes = layers[0].shape
-        self.block_bytes = len(layers) * self._page_bytes
-        self._offsets = np.arange(len(layers), dtype=np.int64) * self._page_bytes
-
-    def now(self) -> HostMoment:
-        return HostMoment(time.perf_counter())
-
-    def of(self, group: int) -> PagedLayers:
-        return self.others[group - 1] if group else self
-
-    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: HostMoment) -> HostLoad:
-        return HostLoad(self, sources)
-
-    def gather(self, block_id: Place, destination: Bytes) -> None:
-        """Copy all layers of the pool block `block_id` to `destination`, uint8[block_bytes]. A pool block with the id 0
-        in a group of several is copied as zeros. Raises ValueError for another size, IndexError for another id.
-        """
-        ids = self._ids([block_id])[0]
-        targets, sources = self._address(destination) + self._offsets, self._bases + ids * self._strides
-        if self._slots is not None and not ids.all():
-            destination.reshape(len(self), -1)[ids == 0] = 0
-            targets, sources = targets[ids != 0], sources[ids != 0]
-        copy_runs(targets, sources, self._page_bytes)
-
-    def scatter(self, payloads: Sequence[Bytes], block_ids: Sequence[Place], layers: range) -> None:
-        """Copy the layers `layers` of each payload into the pool block at the same position of `block_ids`, except
-        where there is no such pool block. Raises as `gather` does.
-        """
-        part, ids = slice(layers.start, layers.stop), self._ids(block_ids)
-        places = np.array([self._address(payload) for payload in payloads], np.int64)
-        sources = (places[:, None] + self._offsets[part]).ravel()
-        targets = (self._bases[part] + ids[:, part] * self._strides[part]).ravel()
-        if self._slots is not None:
-            is_there = ids[:, part].ravel() != 0
-            targets, sources = targets[is_there], sources[is_there]
-        copy_runs(targets, sources, self._page_bytes)
-
-    @property
-    def runs(self) -> list[range]:
-        """The numbers of the layers, in ranges that share one of vLLM's tensors."""
-        ends = [at for at in range(1, len(self)) if self._layers[at] is not self._layers[at - 1]]
-        return [range(begin, end) for begin, end in itertools.pairwise([0, *ends, len(self)])]
-
-    def _ids(self, block_ids: Sequence[Place]) -> npt.NDArray[np.int64]:
-        """Return the pool block of each layer, int64[block_ids, layers]. Block 0 of a table is no block: never read,
-        never written.
-        """
-        ids = np.array(block_ids, np.int64)
-        ids = np.repeat(ids[:, None], len(self), axis=1) if self._slots is None else ids[:, self._slots]
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.blocks:
-            raise IndexError(f"pool blocks {ids.min()} to {ids.max()} of {self.blocks}")
-        return ids
-
-    def _address(self, payload: Bytes) -> int:
-        if payload.nbytes != self.block_bytes or not payload.flags.c_contiguous:
-            raise ValueError(f"a block has {self.block_bytes} bytes in one piece, not {payload.nbytes}")
-        return address_of(payload)
-
-    def decoding(self, is_decoding: bool) -> None:
-        """Do nothing, because copies in host memory use no link to a device."""
-
-    def hurried(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        return
-
-    def __len__(self) -> int:
-        """Return the number of layers."""
-        return len(self._layers)
-
-
-class HostLoad:
-    """A load of blocks into a pool in host memory. The thread that calls `finish` makes the copies; other threads wait
-    for the layer that they will read. It implements `PageLoad`.
-    """
-
-    def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[Place]]]) -> None:
-        self._pool = pool
-        self._payloads = [held.payload(at) for held, ids in sources for at in range(len(ids))]
-        self._block_ids = [block_id for _, ids in sources for block_id in ids]
-        self._progress = LayerProgress()
-
-    def wait(self, layer: int) -> None:
-        self._progress.wait(layer)
-
-    def finish(self) -> None:
-        try:
-            for layers in self._pool.runs:
-                if self._payloads:
-                    self._pool.scatter(self._payloads, self._block_ids, layers)
-                self._progress.advance(len(layers))
-        finally:
-            self._progress.end()
 
 
 @dataclass(frozen=True, slots=True)

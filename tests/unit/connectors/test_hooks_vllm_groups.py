@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_connectors.vllm.groups import StateGroups
+from kvstore_connectors.vllm.host_pages import PagedLayers
 from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import RequestPrefix, StepOrders
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import VllmWorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens

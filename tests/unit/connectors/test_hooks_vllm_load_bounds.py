@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_client.results import Lookup
+from kvstore_connectors.moments import LayerProgress
+from kvstore_connectors.vllm.host_pages import PageCopies, PagedLayers
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
-from kvstore_connectors.vllm.tensors import PagedLayers
+from kvstore_cuda import side_thread
+from kvstore_cuda.side_thread import NAME, SHARED_BYTES
+from tests.reference.vllm_records import HeldBlocks
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (128, 0), (129, 1), (256, 1), (257, 2), (1000, 7)])
@@ -47,7 +54,7 @@ def test_a_block_gathered_and_scattered_elsewhere_is_the_same_in_every_layer() -
     pool.gather(3, block)
     assert len(pool) == 3
     for layer in range(3):
-        pool.scatter([block], [1], range(layer, layer + 1))
+        pool.scatter(pool.copies([block], [1]), range(layer, layer + 1))
     assert np.array_equal(memory[:, 1], before[:, 3])
     assert np.array_equal(np.delete(memory, 1, axis=1), np.delete(before, 1, axis=1))
 
@@ -64,9 +71,58 @@ def test_blocks_of_several_pool_blocks_and_pool_blocks_that_are_not_there() -> N
     assert not parts[0, :, 1].any() and np.array_equal(parts[0, :, 0], before[:, 3])
     assert np.array_equal(parts[1], before[:, [5, 4]])
     for layers in pool.runs:
-        pool.scatter(list(blocks), [(1, 2), (0, 3)], layers)
+        pool.scatter(pool.copies(list(blocks), [(1, 2), (0, 3)]), layers)
     assert np.array_equal(memory[:, [1, 3]], before[:, [3, 4]]) and not memory[:, 2].any()
     assert np.array_equal(memory[:, [0, 4, 5]], before[:, [0, 4, 5]]), "no other is written"
+
+
+def test_a_layer_is_readable_once_all_before_it_are_copied() -> None:
+    progress, read = LayerProgress(), list[int]()
+    threads = [threading.Thread(target=lambda at=layer: (progress.wait(at), read.append(at))) for layer in range(3)]
+    for thread in threads:
+        thread.start()
+    progress.copied(range(2, 3))
+    progress.copied(range(1))
+    threads[0].join(20.0)
+    assert read == [0]
+    progress.copied(range(1, 2))
+    for thread in threads:
+        thread.join(20.0)
+    assert sorted(read) == [0, 1, 2]
+
+
+class MeetingPool(PagedLayers):
+    """A pool in which two threads are at work before either has copied. An `error` is raised by the side thread."""
+
+    both: threading.Barrier
+    error: Exception | None = None
+
+    def scatter(self, copies: PageCopies, layers: range) -> None:
+        if layers.start < 2:
+            self.both.wait(20.0)
+        if self.error is not None and threading.current_thread().name == NAME:
+            raise self.error
+        super().scatter(copies, layers)
+
+
+@pytest.mark.parametrize("error", [None, IndexError("a layer is gone")])
+def test_two_threads_load_many_bytes(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = SHARED_BYTES // 4
+    blocks = np.random.default_rng(1).integers(0, 256, (2, 4 * page), np.uint8)
+    memory = np.zeros((4, 3, page), np.uint8)
+    pool = MeetingPool(list(memory))
+    pool.both, pool.error = threading.Barrier(2), error
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    side_thread._queue.cache_clear()
+    load = pool.load([(HeldBlocks(list(blocks), True), [2, 1])], pool.now())
+    if error is None:
+        load.finish()
+        load.wait(3)
+        assert np.array_equal(memory[:, [2, 1]], blocks.reshape(2, 4, page).swapaxes(0, 1)) and not memory[:, 0].any()
+    else:
+        with pytest.raises(IndexError, match="a layer is gone"):
+            load.finish()
+    side_thread._queue.cache_clear()
 
 
 def test_no_byte_outside_a_pool_or_a_block_is_touched() -> None:
@@ -76,7 +132,7 @@ def test_no_byte_outside_a_pool_or_a_block_is_touched() -> None:
             pool.gather(place, np.empty(32, np.uint8))
     for wrong in (np.empty(31, np.uint8), np.empty(64, np.uint8)[::2]):
         with pytest.raises(ValueError, match="32 bytes"):
-            pool.scatter([wrong], [1], range(2))
+            pool.copies([wrong], [1])
     with pytest.raises(ValueError, match="apart"):
         PagedLayers([np.zeros((4, 32), np.uint8)[:, ::2]])
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvstore_client.results import Lookup
+from kvstore_connectors.vllm.host_pages import PageCopies, PagedLayers
 from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Place, RequestPrefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import Load, VllmWorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
@@ -214,9 +214,9 @@ class GatedPool(PagedLayers):
 
     may: threading.Semaphore
 
-    def scatter(self, payloads: Sequence[np.ndarray], block_ids: Sequence[Place], layers: range) -> None:
+    def scatter(self, copies: PageCopies, layers: range) -> None:
         assert self.may.acquire(timeout=PATIENCE_S)
-        super().scatter(payloads, block_ids, layers)
+        super().scatter(copies, layers)
 
 
 def test_a_layer_may_be_read_before_the_next_one_is_there() -> None:
@@ -237,12 +237,17 @@ class BreakingPool(PagedLayers):
     """Cannot copy the second layer of pool block 5; `read` says when the first layer was read."""
 
     read: threading.Event
+    block_ids: Sequence[Place] = ()
 
-    def scatter(self, payloads: Sequence[np.ndarray], block_ids: Sequence[Place], layers: range) -> None:
-        if layers.start and 5 in block_ids:
+    def copies(self, payloads: Sequence[np.ndarray], block_ids: Sequence[Place]) -> PageCopies:
+        self.block_ids = block_ids
+        return super().copies(payloads, block_ids)
+
+    def scatter(self, copies: PageCopies, layers: range) -> None:
+        if layers.start and 5 in self.block_ids:
             assert self.read.wait(PATIENCE_S)
             raise RuntimeError("a layer is gone")
-        super().scatter(payloads, block_ids, layers)
+        super().scatter(copies, layers)
 
 
 def test_a_layer_that_fails_behind_one_that_was_computed_fails_all_requests_of_the_step_and_holds_none_up() -> None:

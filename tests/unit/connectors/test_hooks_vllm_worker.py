@@ -13,12 +13,12 @@ import pytest
 
 from kvstore_client.device import LinkBudget
 from kvstore_client.trace import TRACE
+from kvstore_connectors.vllm.host_pages import PagedLayers
 from kvstore_connectors.vllm.identity import Extras, derived_keys
 from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
-from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import VllmWorkerSide, open_worker
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes as ct
+import os
 import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_cuda import host_copies, native_build
+from kvstore_cuda import host_copies, native_build, side_thread
 from kvstore_cuda.host_copies import (
     HASHED_MIN_BYTES,
     PAST_CACHES_BYTES,
@@ -100,6 +102,28 @@ def test_runs_of_equal_length(nbytes: int, count: int, shift: int, library: ct.C
         written = around[order]
         assert np.array_equal(written[:, shift : shift + nbytes], source[:, :nbytes])
         assert not written[:, :shift].any() and not written[:, shift + nbytes :].any(), "nothing beside it is written"
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(1, 3 * 2**20 + 1), (7, 700_001), (300, 10_240), (2, 2**20)])
+def test_runs_that_two_threads_copy(count: int, nbytes: int, library: ct.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread takes lots of bytes that begin and end anywhere in a run, and no byte is left out."""
+    both = threading.Barrier(2)
+
+    def beside_another(*places: object) -> None:
+        both.wait(20.0)
+        library.kv_copy_runs(*places)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    side_thread._queue.cache_clear()
+    monkeypatch.setattr(native, "library", SimpleNamespace(kv_copy_runs=beside_another))
+    source = np.random.default_rng(count).integers(0, 256, (count, nbytes), np.uint8)
+    target = np.zeros((count, nbytes + 64), np.uint8)
+    rows = np.arange(count)
+    targets = address_of(target) + 32 + rows * target.strides[0]
+    copy_runs(targets, address_of(source) + rows * source.strides[0], nbytes, shares=True)
+    assert np.array_equal(target[:, 32:-32], source)
+    assert not target[:, :32].any() and not target[:, -32:].any(), "nothing beside it is written"
+    side_thread._queue.cache_clear()
 
 
 def test_runs_without_a_source_each_are_refused() -> None:
