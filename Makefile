@@ -126,7 +126,7 @@ $(NVRTC): $(INSTALLED)
 cubins: $(NVRTC) ## compile every CUDA kernel for sm_80, sm_90 and sm_100, for one shape each (no GPU; NVRTC is 180 MB)
 	@export PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$$(echo $(CURDIR)/$(NVRTC)/nvidia/*/lib)$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} && \
 	  $(PYTHON) -c 'from kvstore_cuda import nvrtc; nvrtc.library()' && \
-	  $(PYTHON) -m pytest -m "not slow" -n $(JOBS) tests/unit/cuda/test_cuda_compile.py $(ARGS)
+	  $(PYTHON) -m pytest -k "not spilling" -n $(JOBS) tests/unit/cuda/test_cuda_compile.py $(ARGS)
 
 check-wheels: $(INSTALLED) ## what we call of vLLM and kvikio, against their wheels for GPUs, which are only read (320 MB)
 	@mkdir -p .wheels && $(PYTHON) -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d .wheels \

@@ -10,6 +10,7 @@ import os
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers may wait for ever in a fork; what tests fork uses no gRPC
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else torch's threads spin on processors that other tests need
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -21,9 +22,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_client.testing.daemon import DaemonProcess
+from kvstore_cuda.native_build import BuildError
+from kvstore_engine.kernels.build import build_kernels
 from kvstore_tiers import failpoints
+from kvstore_tiers.codecs import native as native_codecs
 from tests.reference import examples, forked
 from tests.reference.running_daemon import RunningDaemon, assert_no_damage, running_daemon
+
+COMPILED = (build_kernels, native_codecs._made)  # half a minute each, once a machine
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,15 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Import a share of the test files first, where several processes run all tests: each collects all files, and what
-    one has compiled, assertions included, the others only read.
+    """Compile a share of the C++ and import a share of the test files first, where several processes run all tests:
+    each needs all of it, and what one has compiled, assertions included, the others only read.
     """
+    gc.disable()  # what collecting makes lives as long as the run: no pass over it frees anything
     config = session.config
     worker = getattr(config, "workerinput", None)
     if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
+    own, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for compile_it in COMPILED[own::count]:
+        with contextlib.suppress(BuildError):  # the tests that need it say why they are skipped
+            compile_it()
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
-    for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+    for path in files[own::count]:
         before = {*sys.modules}
         try:
             _ = pytest.Module.from_parent(session, path=path).obj
@@ -60,6 +71,7 @@ def pytest_collection_finish() -> None:
     """Have the garbage collector pass over what lives as long as the run: a million objects of thousands of tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

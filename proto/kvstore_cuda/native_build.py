@@ -60,7 +60,8 @@ def build_library(
     if shipped.exists():
         return shipped
     compiler = _compiler()
-    texts = (*compiler.compile, _version(compiler.version))
+    name_of_compiler, *arguments = compiler.compile
+    texts = (Path(name_of_compiler).name, *arguments, _version(compiler.version))  # wherever it is installed
     target = cache_folder() / f"{name}-{_digest(folder, units, headers, texts)}.so"
     if not target.exists():
         if not may_compile:

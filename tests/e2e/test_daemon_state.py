@@ -13,6 +13,7 @@ import pytest
 from kvstore_proto.v1 import admin_pb2
 from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import DATABASES
+from tests.reference import forked
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.state import files_with
@@ -22,7 +23,7 @@ BLOCKS = 3
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    return forked.run([sys.executable, "-m", *words])
 
 
 def kvctl(daemon: RunningDaemon, *words: str) -> dict[str, object]:

@@ -90,7 +90,7 @@ _MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=["f16", "q8_0"])
+@pytest.fixture(scope="module", params=["f16", pytest.param("q8_0", marks=pytest.mark.slow)])
 def comparisons(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Comparison]:
     folder = tmp_path_factory.mktemp(request.param)
     models = {

@@ -160,8 +160,8 @@ def test_answers_beside_eviction_and_no_wrong_byte(answers: int, slots: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_millions_of_answers_beside_eviction_and_no_wrong_byte() -> None:
-    answers = fewer(10_000_000, 0.2)
+def test_a_million_answers_beside_eviction_and_no_wrong_byte() -> None:
+    answers = fewer(10_000_000, 0.1)
     total = churn(answers, slots=6144, patience_s=1000)
     print(total)
     assert total.answers >= answers and total.blocks_read > answers // 100

@@ -1,7 +1,8 @@
 """A child process that fills, reuses and reformats an NVMe tier until a failpoint kills it.
 
-Run as `python nvme_writer.py DIR`, armed by KVSTORED_FAILPOINTS. Says on stdout, before and after the fact, what its
-parent may count on: `durable N...` once a sync answered for these blocks, `freed N...` before they are freed.
+Run as `python -m tests.faults.nvme_writer DIR`, armed by KVSTORED_FAILPOINTS. Says on stdout, before and after the
+fact, what its parent may count on: `durable N...` once a sync answered for these blocks, `freed N...` before they are
+freed.
 """
 
 from __future__ import annotations

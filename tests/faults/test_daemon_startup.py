@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference import forked
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.running_daemon import RunningDaemon, daemon_directory, running_daemon
 
@@ -27,8 +28,11 @@ def place() -> Iterator[Path]:
 
 
 def refused(daemon: RunningDaemon, *, status: int, uid: int | None = None) -> str:
-    """Run it to its end; its last words, which must be one line for people."""
-    result = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=60, user=uid)
+    """Run it to its end; its last words, which must be one line for people. A command is started for another `uid`."""
+    if uid is None and not daemon.as_a_command:
+        result = forked.run(daemon.command())
+    else:
+        result = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=60, user=uid)
     assert result.returncode == status, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("kvstored: ")]
     assert len(lines) == 1 and result.stderr.rstrip().endswith(lines[0]), result.stderr
@@ -53,7 +57,9 @@ def test_a_mistake_in_the_configuration(place: Path, setting: str, says: str) ->
 
 def test_a_failpoint_that_is_none_is_a_mistake(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORED_FAILPOINTS", "nvme.no-such-place=kill")
-    assert "nvme.no-such-place" in refused(RunningDaemon(place), status=2)
+    daemon = RunningDaemon(place)
+    daemon.as_a_command = True
+    assert "nvme.no-such-place" in refused(daemon, status=2)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +95,7 @@ def test_a_second_daemon_does_not_take_a_live_ones_sockets(running: RunningDaemo
 
 
 def test_check_refuses_a_directory_in_use(running: RunningDaemon) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "kvstored", "check", str(running.nvme_dir)], capture_output=True, text=True, timeout=60
-    )
+    result = forked.run([sys.executable, "-m", "kvstored", "check", str(running.nvme_dir)])
     assert result.returncode == 1 and str(running.pid) in result.stderr and "Traceback" not in result.stderr
 
 

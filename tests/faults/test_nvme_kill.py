@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.nvme.check import Severity, check_directory
 from kvstore_tiers.testing.transfers import block, get
 from tests.faults.nvme_writer import CAPACITY_BYTES, ENCRYPTS, open_tier
+from tests.reference import forked
 from tests.reference.examples import first_of_each
 
-WRITER = Path(__file__).with_name("nvme_writer.py")
 AT_OPEN = ("nvme.recover-before-repair", "nvme.recover-after-repair")
 NOT_ON_THE_WAY = ("nvme.read", "nvme.probe")  # killed while reading, or before scratch bytes: nothing is being changed
 RELOCATED, FREED = 34, 35  # the commits of blocks copied to other slots, and of their old slots
@@ -45,9 +44,7 @@ CASES = [
 def run_writer(directory: Path, failpoint: str) -> tuple[int, set[int], set[int]]:
     """Exit status, blocks answered durable and not freed since, blocks that were freed."""
     environment = {**os.environ, failpoints.ENVIRONMENT: failpoint, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(WRITER), str(directory)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = forked.run([sys.executable, "-m", "tests.faults.nvme_writer", str(directory)], env=environment)
     assert done.returncode in (0, -9), done.stderr
     durable: set[int] = set()
     freed: set[int] = set()

@@ -231,7 +231,7 @@ def test_threads_that_share_a_long_context_give_the_bits_of_one() -> None:
 _ISAS = {"x86_64": ["avx512", "avx2", "baseline"], "aarch64": ["neon"]}.get(platform.machine(), ["baseline"])
 
 
-@pytest.mark.parametrize("compiler", ["system", "zig"])
+@pytest.mark.parametrize("compiler", ["system", pytest.param("zig", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("isa", _ISAS)
 @settings(deadline=None, max_examples=examples(20))
 @given(shape=_shapes(), kind=_KINDS, lengths=_LENGTHS)

@@ -18,7 +18,7 @@ def _address(kernels: Kernels, matrix_type: int) -> int:
     return kernels.q8_product_address if matrix_type == Q8_0 else kernels.q4_product_address
 
 
-@pytest.mark.parametrize("compiler", ["system", "zig"])
+@pytest.mark.parametrize("compiler", ["system", pytest.param("zig", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("matrix_type", [Q4_0, Q8_0])
 @settings(max_examples=examples(40))
 @given(

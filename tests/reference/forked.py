@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ PROGRAMS = {
     "kvstore_client.testing.child": ("kvstore_client.entry",),
     "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),
     "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
+    "tests.faults.nvme_writer": ("kvstore_tiers.nvme", "kvstore_tiers.testing.transfers"),
     "tests.vllm.engine_child": ("vllm.entrypoints.llm", "kvstore_connectors.vllm"),
 }
 """What can be forked, and what of it is imported before: also what each start would import later."""
@@ -106,6 +108,25 @@ def popen(
     finally:
         _adopt_orphans(False)
     return ForkedProcess(pid)
+
+
+def run(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end as `subprocess.run` does that captures text: forked where it is one of `PROGRAMS`."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = popen(command, env=os.environ if env is None else env, stdout=out, stderr=err)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(command, status, *said)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ _VAGUE_REFERENCE = re.compile(
     r"|such an?|the same (as|for|of)|to be had|what is to be)\b",
     re.IGNORECASE,
 )
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements have statements
 VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
 
 
@@ -94,7 +95,7 @@ def long_functions(tree: ast.Module) -> list[str]:
 def relative_imports(tree: ast.Module) -> list[str]:
     return [
         f"line {node.lineno}: relative import"
-        for node in _nodes(tree)
+        for node in _statements(tree)
         if isinstance(node, ast.ImportFrom) and node.level
     ]
 
@@ -119,15 +120,16 @@ def memoryview_copies(tree: ast.Module) -> list[str]:
     A name counts as a view from the assignment that makes it one, through slices of it.
     """
     views: set[str] = set()
+    nodes = [*ast.walk(tree)]
     grown = True
     while grown:
         before = len(views)
-        for node in _nodes(tree):
+        for node in nodes:
             views.update(_bound_views(node, views))
         grown = len(views) > before
     return [
         f"line {node.lineno}: {ast.unparse(target)} = … copies with the GIL held"
-        for node in _nodes(tree)
+        for node in nodes
         if isinstance(node, (ast.Assign, ast.AugAssign))
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and _is_view(target.value, views)
@@ -135,16 +137,20 @@ def memoryview_copies(tree: ast.Module) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _nodes(tree: ast.Module) -> list[ast.AST]:
-    """Return every node of `tree`, for rule after rule."""
-    return [*ast.walk(tree)]
+def _statements(tree: ast.Module) -> list[ast.AST]:
+    """Return `tree` and each statement in it, for rule after rule; expressions, which are most of a tree, hold none."""
+    found: list[ast.AST] = [tree]
+    for node in found:
+        for field in _BLOCKS:
+            found += getattr(node, field, ())
+    return found
 
 
 @lru_cache(maxsize=1)
 def _docstrings(tree: ast.Module) -> list[tuple[str, str]]:
     """Return the place and the text of each docstring, the text in one line."""
     found = []
-    for node in _nodes(tree):
+    for node in _statements(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if text := ast.get_docstring(node):
@@ -154,7 +160,7 @@ def _docstrings(tree: ast.Module) -> list[tuple[str, str]]:
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in _nodes(tree):
+    for node in _statements(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.reference.examples import each_nth
 from tests.reference.tiny_transformers import GROUPED, grouped_model, prompt
 
 # isort: split
@@ -62,9 +63,9 @@ def test_a_model_whose_layers_differ_passes_the_test_at_opening(kind: str, dtype
     assert failure_of(grouped_model(kind, dtype=dtype), None) == ""
 
 
-@pytest.mark.parametrize("steps", [(64, 64, 64), (192,), (30, 34, 1, 63, 64), (64, *[1] * 8, 56, 64)])
+@pytest.mark.parametrize("steps", each_nth([[30, 34, 1, 63, 64], [64, 64, 64], [192], [64, *[1] * 8, 56, 64]], 4))
 @pytest.mark.parametrize(("kind", "size"), [*((kind, 0) for kind in GROUPED), ("gpt_oss", 64), ("gemma4_text", 48)])
-def test_a_state_from_blocks_is_the_state_at_their_end(kind: str, size: int, steps: tuple[int, ...]) -> None:
+def test_a_state_from_blocks_is_the_state_at_their_end(kind: str, size: int, steps: list[int]) -> None:
     """`size`: of blocks, 0 for the default; also of blocks that are longer than a window."""
     model, ids, at = grouped_model(kind), prompt(192), 0
     size = size or state_of(model).default_block_tokens()  # type: ignore[union-attr]

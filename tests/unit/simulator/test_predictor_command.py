@@ -32,6 +32,7 @@ def run(capsys: Any, *words: str | Path, status: int = EXIT_OK) -> Any:
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 @needs_scikit_learn
 def test_train_writes_a_model_that_evaluate_and_simulate_take(
     recording: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch

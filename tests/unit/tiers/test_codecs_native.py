@@ -15,6 +15,7 @@ from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.codecs.quantised import QuantisedCodec
 from kvstore_tiers.codecs.shapes import ALL_BITS, STATE, PayloadShape, Tensor
 from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block, kv_shape
+from tests.reference import examples
 from tests.reference.skips import skip_without_compiler
 
 NAMES = ("int8", "int4")  # NumPy has no code for "context"
@@ -22,9 +23,11 @@ NAMES = ("int8", "int4")  # NumPy has no code for "context"
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ct.CDLL | None]:
-    """Return the library for this processor, one without any of its own instructions, and one for AVX2 if it has it."""
+    """Return the library for this processor, and among slow tests, as each takes half a minute to compile, one without
+    any of its own instructions and one for AVX2 if it has it.
+    """
     skip_without_compiler()
-    chosen = {"plain": ()} | ({"avx2": AVX2} if native._instructions() else {})
+    chosen = {"plain": ()} | ({"avx2": AVX2} if native._instructions() else {}) if examples.is_thorough else {}
     found: dict[str, ct.CDLL | None] = {"own": native.wait_for_library()}
     for name, flags in chosen.items():
         path = build_library("codecs", native._FOLDER, native._units(flags), native._HEADERS)
