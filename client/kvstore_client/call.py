@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -72,15 +71,14 @@ class Call:
         self.request_id = request_id
         self.late: Late | None = None
         self._stream = stream
-        self._answers: deque[wire.Response] = deque()
-        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._answers: list[wire.Response] = []
+        self._wake_ups: queue.SimpleQueue[None] | None = None  # of a thread that sleeps
 
     def wait(self, timeout_s: float) -> wire.Response | None:
         """Wait up to `timeout_s` seconds, and return the daemon's next answer to this request, or None if no answer
         came in time. If the stream has ended, the answer has an `error` of kind UNAVAILABLE.
         """
-        answered = self.taken()
-        return self._stream.wait(self, timeout_s) if answered is None else answered
+        return self._answers.pop(0) if self._answers else self._stream.wait(self, timeout_s)
 
     def result(self, timeout_s: float) -> wire.Response | str | None:
         """Wait up to `timeout_s` seconds for the next answer to this request. Return the answer, or the reason for a
@@ -134,7 +132,7 @@ class Call:
         """Remove and return the earliest answer to this request that has arrived and was not returned yet. Return None
         if there is no such answer.
         """
-        return self._answers.popleft() if self._answers else None
+        return self._answers.pop(0) if self._answers else None
 
     def is_answered(self) -> bool:
         return bool(self._answers)
@@ -144,12 +142,18 @@ class Call:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread that is in `sleep` for this call."""
-        self._wake_ups.put(None)
+        """Wake the thread that is in `sleep` for this call, or is about to be."""
+        if self._wake_ups is not None:
+            self._wake_ups.put(None)
+
+    def may_sleep(self) -> None:
+        """Let each `wake` from now on end the next `sleep`. Call it before `sleep`, and look for answers in between."""
+        self._wake_ups = self._wake_ups or queue.SimpleQueue()
 
     def sleep(self, timeout_s: float) -> None:
         """Wait for `wake`, at most `timeout_s` seconds. The caller must check for itself why it was woken, since `wake`
         may come without an answer.
         """
+        assert self._wake_ups is not None
         with contextlib.suppress(queue.Empty):
             self._wake_ups.get(timeout=max(timeout_s, 0.0))

@@ -90,7 +90,7 @@ class KeyChains:
         self._fingerprint = fingerprint
         self._apart = {group.group_id for group in fingerprint.groups if group.kind == "items"}
         self._roots = dict(zip((group.group_id for group in fingerprint.groups), roots, strict=True))
-        self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, bytes]] = OrderedDict()
+        self._recent: OrderedDict[tuple[int, bytes], Chain] = OrderedDict()  # by the tokens of the first block
         self._lock = threading.Lock()
 
     def chain(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int) -> Chain:
@@ -110,37 +110,41 @@ class KeyChains:
         if group_id in self._apart:
             apart = b"".join(self._key(full[at : at + step], group_id) for at in range(0, len(full), step))
             return Chain(BlockKeys(apart), full, block_tokens, apart=True)
-        return Chain(self._keys_of(full, group_id), full, block_tokens, len(packed) // TOKEN_BYTES)
+        return self._chain_of(full, group_id, len(packed) // TOKEN_BYTES)
 
     def _key(self, packed: bytes, group_id: int) -> bytes:
         step, hash_name = self._fingerprint.engine_block_tokens, self._fingerprint.key_hash
         return chain(self._roots[group_id], packed, engine_block_tokens=step, hash_name=hash_name)
 
-    def _keys_of(self, packed: bytes, group_id: int) -> BlockKeys:
-        step = self._fingerprint.block_tokens * TOKEN_BYTES
-        if not packed:
-            return BlockKeys()
+    def _chain_of(self, packed: bytes, group_id: int, prompt_tokens: int) -> Chain:
+        block_tokens = self._fingerprint.block_tokens
+        step = block_tokens * TOKEN_BYTES
         slot = (group_id, packed[:step])
-        with self._lock:
-            known_tokens, known_keys = self._recent.get(slot, (b"", b""))
-        shared = _common_blocks(packed, known_tokens, step)
+        known = self._recent.get(slot)  # without the lock: it is one step
+        if known is None:
+            shared, head = 0, b""
+        else:
+            assert known.packed_tokens is not None
+            if known.packed_tokens == packed and known.prompt_tokens == prompt_tokens:
+                return known
+            shared = _common_blocks(packed, known.packed_tokens, step)
+            head = known.keys.packed[: shared * KEY_BYTES]
         if shared * step == len(packed):
-            return BlockKeys(known_keys[: shared * KEY_BYTES])
-        head = known_keys[: shared * KEY_BYTES]
+            return Chain(BlockKeys(head), packed, block_tokens, prompt_tokens)
         rest = block_keys(
             head[-KEY_BYTES:] if shared else self._roots[group_id],
-            np.frombuffer(packed, dtype="<i4")[shared * self._fingerprint.block_tokens :],
-            block_tokens=self._fingerprint.block_tokens,
+            np.frombuffer(packed, dtype="<i4")[shared * block_tokens :],
+            block_tokens=block_tokens,
             engine_block_tokens=self._fingerprint.engine_block_tokens,
             hash_name=self._fingerprint.key_hash,
         )
-        keys = BlockKeys(head + rest.packed)
+        found = Chain(BlockKeys(head + rest.packed), packed, block_tokens, prompt_tokens)
         with self._lock:
-            self._recent[slot] = (packed, keys.packed)
+            self._recent[slot] = found
             self._recent.move_to_end(slot)
             while len(self._recent) > REMEMBERED_CHAINS:
                 self._recent.popitem(last=False)
-        return keys
+        return found
 
 
 def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | BlockKeys:

@@ -16,7 +16,7 @@ from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvstore_client.call import Call
 from kvstore_client.lease import Lease
-from kvstore_client.results import REASON_DEADLINE, Lookup, miss_reason, tier_name
+from kvstore_client.results import REASON_DEADLINE, Lookup, miss_reason, tier_names
 from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -165,7 +165,7 @@ class LeaseStream:
             else:
                 reply = answer.acquire
                 if reply.tiers and not self._is_whole:
-                    self.tiers = tuple(map(tier_name, reply.tiers))
+                    self.tiers = tier_names(reply.tiers)
                     self.ready_s = tuple(each / 1e6 for each in reply.ready_us)
                 if reply.more:
                     return reply

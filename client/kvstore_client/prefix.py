@@ -29,7 +29,7 @@ class KeyedPrefix:
     chain: Chain
 
     def __len__(self) -> int:
-        return len(self.chain)
+        return len(self.chain.keys)
 
     def pieces(self) -> Iterator[tuple[int, KeyedPrefix]]:
         """Cut the prefix into pieces that are short enough for one request. Yield for each the number of its first
@@ -60,11 +60,21 @@ class KeyedPrefix:
         many neighbouring blocks the layer group needs to resume (its match rule). If `keys` is None, it names all keys,
         and the key of the block before them.
         """
-        window = self.group.window_blocks(self.fingerprint.block_tokens)
-        match = match_of(self.group.kind)
-        before = self.chain.before if keys is None and self.chain.before != NO_PARENT else b""
-        packed = (self.chain.keys if keys is None else keys).packed
-        return wire.KeySet(group=self.group.group_id, keys=packed, match=match, window_blocks=window, parent=before)
+        message = wire.KeySet()
+        self.fill(message, keys)
+        return message
+
+    def fill(self, message: wire.KeySet, keys: BlockKeys | None = None) -> None:
+        """Make the empty `message` what `key_set` returns, where it is part of a request, so that it is not copied."""
+        group = self.group
+        message.group = group.group_id
+        message.match = match_of(group.kind)
+        message.window_blocks = group.window_blocks(self.fingerprint.block_tokens)
+        if keys is None:
+            keys = self.chain.keys
+            if self.chain.before != NO_PARENT:
+                message.parent = self.chain.before
+        message.keys = keys.packed
 
     def boundaries(self, present: Sequence[bool]) -> int:
         """Return the block boundaries at which the layer group can resume, as the bits of a number: bit b is set if it

@@ -26,7 +26,7 @@ from kvstore_client.results import (
     Lookup,
     Prefetched,
     miss_reason,
-    tier_name,
+    tier_names,
 )
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import MAX_ACCOUNT_CHARACTERS, MAX_WEIGHTS_VERSION
@@ -242,18 +242,22 @@ def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float]
     """Ask the daemon which blocks of `prefix` are stored, and return its answer. A long prefix takes several requests;
     `deadline_s` seconds are for all of them.
     """
+    blocks = len(prefix)
+    if 0 < blocks <= prefix.daemon.max_keys:
+        found = _presences((prefix,), max(deadline_s, 0.001))
+        if isinstance(found, str):
+            return Lookup(reason=found)
+        return _whole(prefix, blocks, found[0]) if found else Lookup()
     parts, failure, until = list[wire.Presence](), "", clock() + deadline_s
     match = match_of(prefix.group.kind)
-    for _, piece in prefix.pieces() if len(prefix) else ():
-        left_s = max(until - clock(), 0.001)
-        request = wire.Request(lookup=wire.Lookup(sets=[piece.key_set()], max_wait_ms=waiting_ms(left_s)))
-        answer = prefix.daemon.call(request, left_s)
+    for _, piece in prefix.pieces() if blocks else ():
+        answer = _presences((piece,), max(until - clock(), 0.001))
         if isinstance(answer, str):
             failure = answer
             break
-        if not answer.lookup.sets:
+        if not answer:
             break
-        parts.append(answer.lookup.sets[0])
+        parts.append(answer[0])
         if match == wire.MATCH_PREFIX and parts[-1].usable_blocks < len(piece):
             break
     return _joined(prefix, parts, failure)
@@ -263,13 +267,36 @@ def lookups(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> list[Lookup]:
     """Ask the daemon in one request which blocks of several `prefixes`, of different layer groups, are stored. Return
     one answer for each prefix. All prefixes together may have no more keys than one request may name.
     """
-    sets = [prefix.key_set() for prefix in prefixes]
-    request = wire.Request(lookup=wire.Lookup(sets=sets, max_wait_ms=waiting_ms(deadline_s)))
+    found = _presences(prefixes, deadline_s)
+    if isinstance(found, str):
+        return [Lookup(reason=found)] * len(prefixes)
+    answers = [_whole(prefix, len(prefix), each) for prefix, each in zip(prefixes, found, strict=False)]
+    return answers + [Lookup()] * (len(prefixes) - len(answers))
+
+
+def _presences(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> Sequence[wire.Presence] | str:
+    """Return the daemon's answers about the `prefixes`, in one message, or the reason why there are none."""
+    request = wire.Request()
+    asked = request.lookup
+    asked.max_wait_ms = waiting_ms(deadline_s)
+    for prefix in prefixes:
+        prefix.fill(asked.sets.add())
     answer = prefixes[0].daemon.call(request, deadline_s)
-    if isinstance(answer, str):
-        return [Lookup(reason=answer)] * len(prefixes)
-    found = answer.lookup.sets
-    return [_joined(prefix, found[place : place + 1]) for place, prefix in enumerate(prefixes)]
+    return answer if isinstance(answer, str) else answer.lookup.sets
+
+
+def _whole(prefix: KeyedPrefix, asked: int, found: wire.Presence) -> Lookup:
+    """Return the answer about a prefix whose `asked` blocks are all in one request."""
+    blocks = min(found.usable_blocks, asked)
+    load_s = tuple([each / 1e6 for each in found.load_us[:blocks]])
+    return Lookup(
+        blocks,
+        blocks * prefix.fingerprint.block_tokens,
+        tier_names(found.tiers),
+        sum(load_s, 0.0),
+        "" if blocks == asked else miss_reason(found.miss_reason),
+        load_s,
+    )
 
 
 def _joined(prefix: KeyedPrefix, parts: Sequence[wire.Presence], failure: str = "") -> Lookup:
@@ -279,7 +306,7 @@ def _joined(prefix: KeyedPrefix, parts: Sequence[wire.Presence], failure: str = 
         first = number * prefix.daemon.max_keys
         asked = min(len(prefix) - first, prefix.daemon.max_keys)
         usable = min(found.usable_blocks, asked)
-        tiers += map(tier_name, found.tiers)
+        tiers += tier_names(found.tiers)
         load_s += (each / 1e6 for each in found.load_us[:asked])
         blocks = first + usable
         if usable < asked:

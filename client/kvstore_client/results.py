@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 UNKNOWN_TIER = "unknown"  # of a probe: only the daemon knows
 TIER_NAMES = ("absent", "gpu", "host", "memory", "nvme", "remote")  # by kvstore.v1.TierCode
+_NAME_OF_CODE = TIER_NAMES + TIER_NAMES[:1] * (256 - len(TIER_NAMES))
 MISS_REASONS = (  # by kvstore.v1.MissReason
     "",
     "never_stored",
@@ -37,11 +38,11 @@ REASON_THROTTLED = "throttled"  # of a get: this client holds as many leases as 
 REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
 
-def tier_name(code: int) -> str:
-    """Return the name of the tier with the protocol's number `code`, or "absent" for a number that this client does not
-    know.
+def tier_names(codes: bytes) -> tuple[str, ...]:
+    """Return the name of each tier in `codes`, the protocol's numbers. A number that this client does not know is
+    "absent".
     """
-    return TIER_NAMES[code] if code < len(TIER_NAMES) else TIER_NAMES[0]
+    return tuple([_NAME_OF_CODE[code] for code in codes])
 
 
 def miss_reason(code: int) -> str:

@@ -38,6 +38,7 @@ from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 DEFAULT_PUT_DEADLINE_S = 5.0
+_NO_DAEMON = Lookup(reason=REASON_NO_DAEMON)
 
 
 class Session(OpenSession):
@@ -57,9 +58,8 @@ class Session(OpenSession):
     ) -> Lookup:
         """Ask the daemon for the longest prefix of `tokens` that it can restore, and return its length, the tier of
         each block, and the time that loading would take. No block is moved. It waits at most `deadline_s` seconds."""
-        timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
-        missed = Lookup(reason=REASON_NO_DAEMON)
-        found = missed if prefix is None else requests.lookup(prefix, timeout_s, clock=self._clock)
+        most_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
+        found = requests.lookup(prefix, most_s, clock=self._clock) if prefix is not None else _NO_DAEMON
         self._counters.add(lookups=1, hits=int(found.blocks > 0), misses=int(found.blocks == 0))
         return found
 

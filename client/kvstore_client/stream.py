@@ -121,11 +121,12 @@ class RequestStream:
         if self._transport.read_until(call.is_answered, deadline):
             return call.taken()
         with self._lock:
+            call.may_sleep()  # what was answered before does not wake, so the loop looks first
             self._followers[call] = None
         try:
-            while not self._transport.read_until(call.is_answered, deadline):  # again: the reader may just have stopped
+            while not (call.is_answered() or self._transport.read_until(call.is_answered, deadline)):  # both again
                 call.sleep(deadline - time.monotonic())
-                if call.is_answered() or time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     break
         finally:
             with self._lock:

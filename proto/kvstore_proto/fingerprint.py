@@ -165,7 +165,10 @@ class Fingerprint:
         return found
 
     def group(self, group_id: int) -> LayerGroup | None:
-        return next((group for group in self.groups if group.group_id == group_id), None)
+        for group in self.groups:
+            if group.group_id == group_id:
+                return group
+        return None
 
     def payload_bytes(self, group_id: int = 0) -> int:
         """Return the payload bytes of one block of the layer group `group_id`. Return 0 if the fingerprint leaves the

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
@@ -102,7 +103,8 @@ def pack_tokens(tokens: TokenIds) -> bytes:
 
     Raises KVStoreError(INVALID) for the inputs that `kvstore_proto.token_ids.checked_tokens` refuses.
     """
-    return checked_tokens(tokens).astype("<i4", copy=False).tobytes()
+    ids = checked_tokens(tokens)
+    return ids.tobytes() if sys.byteorder == "little" else ids.astype("<i4").tobytes()
 
 
 def chain(

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
@@ -82,15 +82,17 @@ class DirectTransport:
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
         if os.getpid() != self._pid:
             return True
-        with self._as_reader() as reads:
-            if not reads:
-                return False
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
             while not (is_done() or self._is_over or self._is_closed):
-                has_read, left_s = self._receive(), deadline - time.monotonic()
+                left_s = deadline - time.monotonic()
+                if self._input.poll(max(left_s, 0.0) * 1000):
+                    self._receive()
                 if left_s <= 0:
                     break
-                if not has_read:
-                    self._input.poll(left_s * 1000)
+        finally:
+            self._stop_reading()
         return True
 
     def is_read(self) -> bool:
@@ -139,45 +141,33 @@ class DirectTransport:
 
     # Reading
 
-    @contextlib.contextmanager
-    def _as_reader(self, *, waits: bool = False) -> Iterator[bool]:
-        """Yield whether this thread is the reader inside the block; if it `waits`, once another reader has stopped."""
-        if not self._reading.acquire(blocking=waits):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self._reading.release()
-            self._receiver.reading_ended()
-            if self._receiver.awaits_late_answers:
-                self.attend()
+    def _stop_reading(self) -> None:
+        """Let another thread read. The caller has acquired `_reading`."""
+        self._reading.release()
+        self._receiver.reading_ended()
+        if self._receiver.awaits_late_answers:
+            self.attend()
 
     def _receive(self) -> bool:
         """Hand over arrived responses; return False if there were none. The caller holds `_reading`."""
         try:
-            return self._receive_now()
-        except BaseException:
-            self._end("reading the stream was interrupted")
-            raise
-
-    def _receive_now(self) -> bool:
-        try:
-            data = self._socket.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._end(f"{_ENDED}: {error.strerror}")
-            return True
-        if not data:
-            self._end(_ENDED)
-            return True
-        self._frames.feed(data)
-        try:
+            try:
+                data, why = self._socket.recv(RECEIVE_BYTES), _ENDED
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                data, why = b"", f"{_ENDED}: {error.strerror}"
+            if not data:
+                self._end(why)
+                return True
+            self._frames.feed(data)
             while (message := self._frames.take()) is not None:
                 self._receiver.received(self.codec.parse(message))
         except (FrameTooLarge, DecodeError) as error:
             self._end(f"the stream cannot be read: {error}")
+        except BaseException:
+            self._end("reading the stream was interrupted")
+            raise
         return True
 
     def _end(self, reason: str) -> None:
@@ -193,9 +183,10 @@ class DirectTransport:
         try:
             self._carry()
         finally:
-            with self._as_reader(waits=True):
+            with self._reading:
                 self._end("the stream's attendant failed")  # or nothing new
                 self._close_descriptors()
+            self._receiver.reading_ended()
 
     def _close_descriptors(self) -> None:
         with self._lock:
@@ -216,10 +207,13 @@ class DirectTransport:
             events = ready.get(self._socket.fileno(), 0)
             if events & select.POLLOUT:
                 self._flush()
-            if events & (select.POLLIN | _HANGUP):
-                with self._as_reader(waits=bool(events & _HANGUP)) as reads:
-                    while reads and not self._is_over and self._receive():
+            may_read = events & (select.POLLIN | _HANGUP) and self._reading.acquire(blocking=bool(events & _HANGUP))
+            if may_read:
+                try:
+                    while not self._is_over and self._receive():
                         pass
+                finally:
+                    self._stop_reading()
             if self._is_alarm_due():
                 self._receiver.alarm()
 

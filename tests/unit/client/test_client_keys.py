@@ -37,6 +37,12 @@ def test_cached_chains_equal_plain_hashing(requests: list[tuple[bool, list[int]]
         chain = chains.chain(tokens, None, 3 if second_group else 0)
         assert chain.keys == plain_keys(tokens, ROOTS[second_group])
         assert chain.packed_tokens == np.array(tokens[: len(chain) * 4], "<i4").tobytes()
+        assert (chain.prompt_tokens, chain.block_tokens) == (len(tokens), 4)
+
+
+def test_a_prompt_that_was_asked_for_just_now_has_the_same_chain() -> None:
+    chains = KeyChains(FINGERPRINT, ROOTS)
+    assert chains.chain(range(9), None, 0) is chains.chain(list(range(9)), None, 0)
 
 
 def test_prompts_that_part_in_their_second_block_share_only_the_first_key() -> None:

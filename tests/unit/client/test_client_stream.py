@@ -156,6 +156,20 @@ def test_when_the_reader_leaves_one_who_waits_reads_on(far: Far) -> None:
     assert not far.stream._followers and not is_being_read(far)
 
 
+def test_who_is_answered_before_it_can_sleep_does_not_sleep(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread reads, and takes in the answer just as the caller has found that it need not read itself."""
+    call = far.ping()
+
+    def read_by_another(is_done: Callable[[], bool], deadline: float) -> bool:
+        if not is_done():
+            far.stream.received(pong(call.request_id))
+        return False
+
+    monkeypatch.setattr(far.stream._transport, "read_until", read_by_another)
+    monkeypatch.setattr(Call, "sleep", lambda call, timeout_s: pytest.fail("it slept"))
+    assert call.wait(PATIENCE_S) is not None
+
+
 def test_when_the_readers_time_is_up_one_who_waits_reads_on(far: Far) -> None:
     slow, call = far.ping(), far.ping()
     reader = beside(lambda: slow.wait(0.05))

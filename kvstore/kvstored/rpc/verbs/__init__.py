@@ -205,7 +205,7 @@ class Verbs:
         """Return the answer to a lookup; None if shared stores may have blocks that are unknown here, and the request
         has time to wait for them."""
         request = whole.lookup
-        count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
+        count = sum(map(len, [key_set.keys for key_set in request.sets])) // KEY_BYTES
         if count > self._max_keys:
             raise KVStoreError(
                 ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"

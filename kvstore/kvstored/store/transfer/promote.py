@@ -265,7 +265,7 @@ class Promoter:
         requested now in this order. The sum over the first rows is their load time. A row of -1 adds 0. `readable` is
         the set of tiers that the caller reads in place."""
         mask, readable = self._residency.rows.mask, TIER_SETS[readable].with_tier(self._residency.mapped)
-        if -1 not in rows and all(tiers & readable for tiers in {mask[row] for row in rows}):  # as a rule
+        if -1 not in rows and 0 not in map(readable.__and__, set(map(mask.__getitem__, rows))):  # as a rule
             return [MAPPED_US] * len(rows)
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}
