@@ -4,7 +4,7 @@ import ctypes as ct
 import platform
 import threading
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -268,15 +268,17 @@ def test_work_items_cover_every_query_of_every_head_and_its_context_once(
     covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     records: list[tuple[int, int]] = []
     finishing: dict[int, list[int]] = {}
-    for sequence, head, first, queries, begin, end, split, tile, partial, last in plan.items[:, :10].tolist():
-        assert queries <= max(1, ROWS_PER_ITEM // group)
+    for sequence, head, first, queries, begin, end, split, tile, partial, last, heads in plan.items[:, :11].tolist():
+        assert queries <= max(1, ROWS_PER_ITEM // group) and (heads == 1 or heads * queries * group <= ROWS_PER_ITEM)
         seen = sequences[sequence, 2] - sequences[sequence, 1] + first + queries
         spans = (begin, end) if split else (0, -(-seen // SPAN_TOKENS))
-        for query in range(queries):
-            covered.setdefault((sequence, head, first + query), []).append(spans)
+        for query, each in product(range(queries), range(head, head + heads)):
+            covered.setdefault((sequence, each, first + query), []).append(spans)
         if split:
             assert last == -(-seen // SPAN_TOKENS) and last >= end
-            records += [(partial + span * queries * group, queries * group) for span in range(begin, end)]
+            records += [
+                (partial + span * queries * group * heads, queries * group * heads) for span in range(begin, end)
+            ]
             finishing.setdefault(tile, []).append(split)
     assert len(covered) == sum(rows for rows, _ in lengths) * kv_heads
     for (sequence, _, query), parts in covered.items():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvstore_engine.ggml import Tensor
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES, widen_rows
-from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, StepMemory
+from kvstore_engine.kernels.foreign import array_at
+from kvstore_engine.kernels.layout import ITEM_FIELDS, AttentionShape, LayerAttention, StepMemory
 from kvstore_engine.kernels.page_bounds import PageBounds
 from kvstore_engine.kernels.reference import paged_attention
 from kvstore_engine.page_selection import LEAST_PAGES, PAGE_TOKENS, RECENT_PAGES
@@ -201,6 +202,17 @@ def test_all_pages_chosen_give_the_bits_of_no_choice_and_company_changes_none(
             (every,) = alone.run(threads, [-(-context // PAGE_TOKENS)])
             np.testing.assert_array_equal(every, alone.run(1, [0])[0])
             assert not wanted or not np.array_equal(every, together[index])
+
+
+def test_heads_share_an_item_only_while_their_rows_read_all_pages() -> None:
+    layer = _Layer(select_kernels("cpp"), AttentionShape(9, 3, 64, 16, KV_TYPES["f16"]), [(1, 400, 0)] * 8, seed=1)
+    layer.run()
+    step, heads = layer.memory.step, []
+    for pages in (0, LEAST_PAGES):
+        layer.memory.sequences[:, 3] = pages
+        layer.memory.begin(8, 2)
+        heads.append(array_at(step.items, np.int32, step.item_count, ITEM_FIELDS)[:, 10].tolist())
+    assert heads == [[3] * 8, [1] * 24]
 
 
 @pytest.mark.parametrize("isa", _ISAS)

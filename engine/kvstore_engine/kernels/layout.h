@@ -25,7 +25,7 @@ struct Item {
     // queries; it covers the spans [first_span, last_span) and leaves each one's state in `partials`, from record
     // partial + span * rows on. Whoever finishes last (pending[tile] counts) merges them, in order.
     int32_t first_span, last_span, split, tile, partial, last_of_tile;  // last_of_tile: the tile's spans, all items'
-    int32_t unused[2];
+    int32_t kv_heads, unused;                   // heads from kv_head on; `rows` are those of all, one behind another
 };
 
 struct Layer {

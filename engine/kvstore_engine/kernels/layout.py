@@ -24,6 +24,7 @@ SPAN_TOKENS = 256  # kSpanKeys of layout.h: the least that a context is cut into
 PAGE_TOKENS = 32  # kPageKeys of layout.h: the least of a context that a row reads or leaves out
 ITEM_FIELDS = 12  # struct Item of layout.h
 _ITEMS_PER_THREAD = 4  # a tile that is more than this part of a thread's share is worth cutting
+_JOINED_SHARES = 2  # heads are joined to items of up to so many such parts
 _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
 
 
@@ -42,7 +43,8 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
     """Return the attention of a step divided into items for `threads` threads. `sequences` is int32 [n, 4], for each
     sequence: its first row in the step, its number of rows, the tokens of its context including these rows, and the
     pages that its row may read (0: all). `group` is the number of query heads for each of the `kv_heads` K/V heads.
-    Large items are split, so that no thread waits long for another.
+    Large items are split, so that no thread waits long for another; small ones have several K/V heads, whose keys lie
+    side by side.
     """
     per_tile = max(1, ROWS_PER_ITEM // group)
     tiles = [
@@ -59,16 +61,20 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
         parts = min(spans, -(-cost // share)) if threads > 1 else 1
         length = -(-spans // parts)
         starts = range(0, spans, length)
-        for head in range(kv_heads):
+        together = min(kv_heads, ROWS_PER_ITEM // (queries * group), _JOINED_SHARES * share * len(starts) // cost)
+        if sequences[index, 3]:  # each head has pages of its own
+            together = 1
+        for head in range(0, kv_heads, max(1, together)):
+            heads = min(max(1, together), kv_heads - head)
             if len(starts) == 1:
-                items.append((cost, index, head, first, queries, 0, 0, 0, 0, 0, 0))
+                items.append((cost * heads, index, head, first, queries, 0, 0, 0, 0, 0, 0, heads))
                 continue
             for start in starts:
                 end = min(start + length, spans)
-                part = (start, end, len(starts), split_tiles, partial_rows, spans)
-                items.append((cost * (end - start) // spans, index, head, first, queries, *part))
+                part = (start, end, len(starts), split_tiles, partial_rows, spans, heads)
+                items.append((cost * heads * (end - start) // spans, index, head, first, queries, *part))
             split_tiles += 1
-            partial_rows += spans * queries * group
+            partial_rows += spans * queries * group * heads
     items.sort(key=lambda item: -item[0])
     table = np.zeros((len(items), ITEM_FIELDS), np.int32)
     table[:, : len(items[0]) - 1] = [item[1:] for item in items]
@@ -277,8 +283,8 @@ class StepMemory:
         """
         self._counters[:] = 0
         self.step.sequence_count = count
-        rows, context = self.sequences[:count, 1], self.sequences[:count, 2]
-        key = np.stack((rows, np.where(rows == 1, -(-context // SPAN_TOKENS), context))).tobytes(), threads
+        _, rows, context, pages = self.sequences[:count].T
+        key = np.stack((rows, np.where(rows == 1, -(-context // SPAN_TOKENS), context), pages != 0)).tobytes(), threads
         if key == self._planned:
             return
         plan = plan_work(self.sequences[:count], kv_heads=self.shape.kv_heads, group=self.shape.group, threads=threads)

@@ -150,7 +150,7 @@ extern "C" void KV_CHOICE(const char* destination, int, int, void* userdata) {
         const int32_t sequence = int32_t(i / step->kv_heads), wanted = step->sequences[4 * sequence + 3];
         if (!wanted) continue;
         const Item item{sequence, int32_t(i % step->kv_heads), 0, 1};
-        Pass pass = pass_of(layer, item, 0, queries, nullptr);
+        Pass pass = pass_of(layer, item, 0, 0, queries, nullptr);
         pass.chosen = nullptr;  // it is what is being made
         choose(pass, sequence, wanted);
     }

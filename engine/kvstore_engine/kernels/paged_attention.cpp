@@ -2,8 +2,8 @@
 //
 // Online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022) over block tables (PagedAttention,
 // Kwon et al. 2023), with long contexts cut into spans that threads share (Flash-Decoding, Dao et al. 2023). One work
-// item is a run of queries of one sequence times one K/V head; the query heads that share this K/V head are rows of
-// the same tile, so each key and value is loaded and widened once for all of them.
+// item is a run of queries of one sequence times one or some K/V heads; the query heads that share a K/V head are rows
+// of the same tile, so each key and value is loaded and widened once for all of them.
 //
 // A row's result has the same bits whatever else is in the step: in a prefill of 512 tokens, in a tail of 7, in a
 // decode step, split or not, with any number of threads. Restoring a prefix rests on this. It holds because the order
@@ -31,12 +31,11 @@ void load_queries(const Pass& pass) {
 }
 
 template <class Element>
-void attend_tile(const Pass& pass, int64_t first_key, const TileRows& tile, const TileRows& next) {
-    Workspace& work = pass.work;
+void attend_tile(const Pass& pass, int64_t first_key, const TileRows& tile) {
+    const Work& work = pass.work;
     const Layer& layer = *pass.layer;
     // Few rows use each element once or twice: straight from the pool, if whole vectors of one head can be had there.
     const bool few = pass.rows < kManyRows, whole = Element::elements == 1 && pass.stride == pass.head_dim;
-    prefetch(pass, layer.keys, next);
     if (!few)
         score_many(pass, widen<Element>(pass, layer.keys, tile, work.keys), tile.count);
     else if constexpr (Element::elements == 1)
@@ -44,7 +43,6 @@ void attend_tile(const Pass& pass, int64_t first_key, const TileRows& tile, cons
     else
         score_few(pass, widen<Element>(pass, layer.keys, tile, work.keys), tile.count);
     softmax(pass, first_key);
-    prefetch(pass, layer.values, next);
     if constexpr (Element::elements == 1)
         if (few && whole) return accumulate(pass, Stored<Element>(pass, layer.values, tile), tile.count);
     accumulate(pass, widen<Element>(pass, layer.values, tile, work.values), tile.count);
@@ -56,43 +54,37 @@ int64_t next_tile(const Pass& pass, int64_t first_key) {
     return first_key;
 }
 
-void prefetch_upcoming(const Layer* layer);
-
 // The state of the keys [first_key, last_key) into work.{output,peak,total}.
 template <class Element>
-void attend_span(const Pass& pass, int64_t first_key, int64_t last_key) {
-    Workspace& work = pass.work;
-    std::memset(work.output, 0, sizeof(float) * pass.rows * pass.stride);
-    std::fill_n(work.peak, pass.rows, kNothing);
-    std::fill_n(work.total, pass.rows, 0.f);
-    first_key = next_tile(pass, first_key);
-    TileRows tile = locate(pass, first_key);
-    while (first_key < last_key) {
-        const int64_t after = next_tile(pass, first_key + kKeys);
-        TileRows next;
-        next.count = 0;
-        if (after < pass.end()) next = locate(pass, after);
-        if (after >= pass.end()) prefetch_upcoming(pass.layer);
-        attend_tile<Element>(pass, first_key, tile, next);
-        first_key = after;
-        tile = next;
+void attend_span(const Passes& passes, int64_t first_key, int64_t last_key) {
+    for (const Pass& pass : passes) {
+        std::memset(pass.work.output, 0, sizeof(float) * pass.rows * pass.stride);
+        std::fill_n(pass.work.peak, pass.rows, kNothing);
+        std::fill_n(pass.work.total, pass.rows, 0.f);
+    }
+    const Pass& any = passes.list[0];
+    for (; (first_key = next_tile(any, first_key)) < last_key; first_key += kKeys) {
+        const TileRows tile = locate(any, first_key);
+        read_through(any, any.layer->keys, tile, passes.count);
+        read_through(any, any.layer->values, tile, passes.count);
+        for (const Pass& pass : passes) attend_tile<Element>(pass, first_key, tile);
     }
 }
 
-void attend_span(const Pass& pass, int64_t span) {
-    const int64_t first = span * kSpanKeys, last = std::min(first + kSpanKeys, pass.end());
-    switch (pass.step->kv_type) {  // ggml's numbers
-        case 0: return attend_span<Single>(pass, first, last);
-        case 1: return attend_span<Half>(pass, first, last);
-        case 2: return attend_span<FourBit>(pass, first, last);
-        case 8: return attend_span<EightBit>(pass, first, last);
-        case 30: return attend_span<BFloat>(pass, first, last);
+void attend_span(const Passes& passes, int64_t span) {
+    const int64_t first = span * kSpanKeys, last = std::min(first + kSpanKeys, passes.list[0].end());
+    switch (passes.list[0].step->kv_type) {  // ggml's numbers
+        case 0: return attend_span<Single>(passes, first, last);
+        case 1: return attend_span<Half>(passes, first, last);
+        case 2: return attend_span<FourBit>(passes, first, last);
+        case 8: return attend_span<EightBit>(passes, first, last);
+        case 30: return attend_span<BFloat>(passes, first, last);
     }
 }
 
 // The state of the spans before, in work.merged*, joined by another one's: `output`, `peak`, `total`.
 void merge(const Pass& pass, const float* output, const float* peak, const float* total) {
-    Workspace& work = pass.work;
+    const Work& work = pass.work;
     for (int r = 0; r < pass.rows; r++) {
         const float largest = std::max(work.merged_peak[r], peak[r]);
         const Floats before = exponential(splat(work.merged_peak[r] - largest));
@@ -125,34 +117,36 @@ void write_output(const Pass& pass) {
 
 bool sees_span(const Pass& pass, int64_t span) { return pass.sees(span * kSpanKeys, (span + 1) * kSpanKeys); }
 
-void attend_all(const Pass& pass) {
-    load_queries(pass);
-    begin_merging(pass);
-    for (int64_t span = 0; span * kSpanKeys < pass.end(); span++)
-        if (sees_span(pass, span)) {
-            attend_span(pass, span);
-            merge(pass, pass.work.output, pass.work.peak, pass.work.total);
-        }
-    write_output(pass);
+void attend_all(const Passes& passes) {
+    for (const Pass& pass : passes) load_queries(pass), begin_merging(pass);
+    const Pass& any = passes.list[0];
+    for (int64_t span = 0; span * kSpanKeys < any.end(); span++) {
+        if (!sees_span(any, span)) continue;
+        attend_span(passes, span);
+        for (const Pass& pass : passes) merge(pass, pass.work.output, pass.work.peak, pass.work.total);
+    }
+    for (const Pass& pass : passes) write_output(pass);
 }
 
 // ---- spans that threads share ----------------------------------------------------------------------------------
 
 // The record of a span of a pass: [rows][stride] output, [rows] peak, [rows] total.
 float* record(const Pass& pass, const Item& item, int64_t span) {
-    const int64_t rows = int64_t(item.queries) * pass.group;
-    return pass.step->partials + (item.partial + span * rows + pass.first_row) * (pass.stride + kLanes);
+    const int64_t rows = int64_t(item.queries) * pass.group, before = span * item.kv_heads + pass.kv_head - item.kv_head;
+    return pass.step->partials + (item.partial + before * rows + pass.first_row) * (pass.stride + kLanes);
 }
 
-void attend_part(const Pass& pass, const Item& item) {
-    load_queries(pass);
+void attend_part(const Passes& passes, const Item& item) {
+    for (const Pass& pass : passes) load_queries(pass);
     for (int64_t span = item.first_span; span < item.last_span; span++) {
-        if (!sees_span(pass, span)) continue;
-        attend_span(pass, span);
-        float* const target = record(pass, item, span);
-        std::memcpy(target, pass.work.output, sizeof(float) * pass.rows * pass.stride);
-        std::memcpy(target + pass.rows * pass.stride, pass.work.peak, sizeof(float) * pass.rows);
-        std::memcpy(target + pass.rows * (pass.stride + 1), pass.work.total, sizeof(float) * pass.rows);
+        if (!sees_span(passes.list[0], span)) continue;
+        attend_span(passes, span);
+        for (const Pass& pass : passes) {
+            float* const target = record(pass, item, span);
+            std::memcpy(target, pass.work.output, sizeof(float) * pass.rows * pass.stride);
+            std::memcpy(target + pass.rows * pass.stride, pass.work.peak, sizeof(float) * pass.rows);
+            std::memcpy(target + pass.rows * (pass.stride + 1), pass.work.total, sizeof(float) * pass.rows);
+        }
     }
 }
 
@@ -168,30 +162,19 @@ void merge_parts(const Pass& pass, const Item& item) {
 
 // ---- items -----------------------------------------------------------------------------------------------------
 
-// The item that some thread takes next is likely ours: its first tile would have to be waited for.
-void prefetch_upcoming(const Layer* layer) {
-    const Step& step = *layer->step;
-    const int64_t index = __atomic_load_n(&layer->next_item, __ATOMIC_RELAXED);
-    if (index >= step.item_count) return;
-    const Pass pass = pass_of(layer, step.items[index], 0, nullptr, nullptr);
-    const int64_t first_key = next_tile(pass, step.items[index].first_span * kSpanKeys);
-    if (first_key >= pass.end()) return;
-    const TileRows tile = locate(pass, first_key);
-    prefetch(pass, layer->keys, tile);
-    prefetch(pass, layer->values, tile);
-}
-
 void run_item(const Layer* layer, const Item& item, const float* queries, float* output) {
     const int64_t rows = item.queries * (layer->step->query_heads / layer->step->kv_heads);
-    const auto each_pass = [&](auto&& work) {
-        for (int64_t first = 0; first < rows; first += kRows) work(pass_of(layer, item, first, queries, output));
+    const auto each = [&](auto&& work) {
+        for (int64_t first = 0; first < rows; first += kRows) work(Passes(layer, item, first, queries, output));
     };
-    if (!item.split) return each_pass([](const Pass& pass) { attend_all(pass); });
-    each_pass([&](const Pass& pass) { attend_part(pass, item); });
+    if (!item.split) return each([](const Passes& passes) { attend_all(passes); });
+    each([&](const Passes& passes) { attend_part(passes, item); });
     int32_t* const pending = layer->step->pending + item.tile;
     if (__atomic_add_fetch(pending, 1, __ATOMIC_ACQ_REL) < item.split) return;
     __atomic_store_n(pending, 0, __ATOMIC_RELAXED);  // for the next layer, which starts behind a barrier
-    each_pass([&](const Pass& pass) { merge_parts(pass, item); });
+    each([&](const Passes& passes) {
+        for (const Pass& pass : passes) merge_parts(pass, item);
+    });
 }
 
 }  // namespace

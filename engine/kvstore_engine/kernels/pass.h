@@ -23,11 +23,24 @@ struct alignas(64) Workspace {
     float peak[kRows], total[kRows], merged_peak[kRows], merged_total[kRows];
 };
 thread_local Workspace this_threads;
+
+// A pass's part of the workspace. Passes over the same keys keep their queries, sums and peaks one behind another; all
+// else they use in turns.
+struct Work {
+    float *keys, *values, *turned, *queries, *output, *merged, *scores, *rescale, *peak, *total, *merged_peak, *merged_total;
+
+    Work() = default;
+    Work(Workspace& all, int64_t row, int64_t stride)
+        : keys(all.keys), values(all.values), turned(all.turned), queries(all.queries + row * stride),
+          output(all.output + row * stride), merged(all.merged + row * stride), scores(all.scores),
+          rescale(all.rescale), peak(all.peak + row), total(all.total + row), merged_peak(all.merged_peak + row),
+          merged_total(all.merged_total + row) {}
+};
 alignas(64) const float kZeros[kMaxHeadDim + 32] = {};  // a row that no query sees, in any format
 
 // One pass: up to kRows rows of one work item.
 struct Pass {
-    Workspace& work;
+    Work work;
     const Layer* layer;
     const Step* step;
     const int32_t* table;
@@ -59,18 +72,21 @@ struct Pass {
     }
 };
 
-// The pass of `item` that begins with row `first_row`.
-inline Pass pass_of(const Layer* layer, const Item& item, int64_t first_row, const float* queries, float* output) {
+// The pass of `item` for its K/V head number `place` that begins with row `first_row`.
+inline Pass pass_of(const Layer* layer, const Item& item, int place, int64_t first_row, const float* queries,
+                    float* output) {
     const Step& step = *layer->step;
     const int32_t* const sequence = step.sequences + 4 * item.sequence;
-    const int64_t group = step.query_heads / step.kv_heads;
-    const int64_t head = (sequence[0] + item.first_query) * step.query_heads + item.kv_head * group;
-    Pass pass{this_threads, layer, &step};
+    const int64_t group = step.query_heads / step.kv_heads, kv_head = item.kv_head + place;
+    const int64_t head = (sequence[0] + item.first_query) * step.query_heads + kv_head * group;
+    Pass pass;
+    pass.layer = layer;
+    pass.step = &step;
     pass.table = step.tables + item.sequence * step.table_stride;
     pass.chosen = nullptr;
     if (layer->bounds && sequence[3])
-        pass.chosen = step.chosen + (item.sequence * step.kv_heads + item.kv_head) * step.page_stride;
-    pass.kv_head = item.kv_head;
+        pass.chosen = step.chosen + (item.sequence * step.kv_heads + kv_head) * step.page_stride;
+    pass.kv_head = kv_head;
     pass.query = queries + head * step.head_dim;
     pass.output = output + head * step.head_dim;
     pass.first_row = first_row;
@@ -79,7 +95,21 @@ inline Pass pass_of(const Layer* layer, const Item& item, int64_t first_row, con
     pass.context_before = sequence[2] - sequence[1] + item.first_query;
     pass.head_dim = step.head_dim;
     pass.stride = (step.head_dim + kLanes - 1) / kLanes * kLanes;
+    pass.work = Work(this_threads, place * pass.rows, pass.stride);
     return pass;
 }
+
+// The passes of an item's K/V heads that begin with row `first_row`. They see the same keys.
+struct Passes {
+    int count;
+    Pass list[kRows];
+
+    Passes(const Layer* layer, const Item& item, int64_t first_row, const float* queries, float* output)
+        : count(item.kv_heads) {
+        for (int i = 0; i < count; i++) list[i] = pass_of(layer, item, i, first_row, queries, output);
+    }
+    const Pass* begin() const { return list; }
+    const Pass* end() const { return list + count; }
+};
 
 }  // namespace

@@ -67,7 +67,9 @@ struct Weights {
         std::memcpy(&second, row.values + 4 * i + 2, 4);
         const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, _mm256_set1_epi32(first)),
                                                   _mm256_madd_epi16(odd, _mm256_set1_epi32(second)));
-        return _mm256_add_epi32(sum, products);
+        sum = _mm256_add_epi32(sum, products);
+        __asm__("" : "+x"(sum));  // GCC would compute all rows' products first, and run out of registers
+        return sum;
     }
 };
 #endif
@@ -82,6 +84,7 @@ void multiply_rows(const char* tiles, const Row* rows, int64_t blocks, float* ou
         for (int64_t i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tiles + kAheadBytes + i);
         __m256i sums[Count];
         for (int r = 0; r < Count; r++) sums[r] = rows[r].start();
+#pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const Weights weights(_mm256_loadu_si256((const __m256i*)(tiles + 16) + i));
             for (int r = 0; r < Count; r++) sums[r] = weights.add_to(sums[r], rows[r], i);

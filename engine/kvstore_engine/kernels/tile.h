@@ -68,14 +68,14 @@ Widened widen(const Pass& pass, const void* plane, const TileRows& tile, float* 
     return {target, pass.stride};
 }
 
-// Asks for this head's part of the rows, so that they are in the cache when their turn comes. GCC takes a function
-// that only prefetches for one without effect and drops the call: it must be inlined.
-__attribute__((always_inline)) inline void prefetch(const Pass& pass, const void* plane, const TileRows& tile) {
+// Reads the parts of `heads` heads, from this one on, of the rows: a byte of each line, in the order of addresses, by
+// which processors know what to fetch ahead. Loops over one head's keys leave out what lies between.
+inline void read_through(const Pass& pass, const void* plane, const TileRows& tile, int64_t heads) {
     const int64_t head_bytes = pass.step->row_bytes / pass.step->kv_heads;
     for (int t = 0; t < tile.count; t++) {
         if (tile.offset[t] < 0) continue;
         const char* const head = (const char*)plane + tile.offset[t] + pass.kv_head * head_bytes;
-        for (int64_t i = 0; i < head_bytes; i += 64) __builtin_prefetch(head + i);
+        for (int64_t i = 0; i < heads * head_bytes; i += 64) *(const volatile char*)(head + i);
     }
 }
 

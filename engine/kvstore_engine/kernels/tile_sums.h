@@ -18,11 +18,11 @@ void score_by_channels(const Pass& pass, int row, const Source& keys, int first)
     for (int t = 0; t < 8; t += Keys) {
         Eight sum[Rows][Keys] = {};
         for (int64_t d = 0; d < pass.head_dim; d += 8) {
-            Eight key[Keys];
-            for (int i = 0; i < Keys; i++) key[i] = keys.eight(first + t + i, d);
-            for (int r = 0; r < Rows; r++) {
-                const Eight channels = load_eight(query + r * pass.stride + d);
-                for (int i = 0; i < Keys; i++) sum[r][i] = fma(channels, key[i], sum[r][i]);
+            Eight channels[Rows];
+            for (int r = 0; r < Rows; r++) channels[r] = load_eight(query + r * pass.stride + d);
+            for (int i = 0; i < Keys; i++) {
+                const Eight key = keys.eight(first + t + i, d);
+                for (int r = 0; r < Rows; r++) sum[r][i] = fma(channels[r], key, sum[r][i]);
             }
         }
         for (int r = 0; r < Rows; r++)
@@ -79,7 +79,7 @@ constexpr int kScoreRows = 3, kScoreVectors = 2;
 #endif
 
 void score_many(const Pass& pass, const Widened& keys, int count) {
-    Workspace& work = pass.work;
+    const Work& work = pass.work;
     turn(keys, pass.head_dim, work.turned);
     const auto score = [&](auto rows, int row, int t) {
         score_by_keys<rows(), kScoreVectors>(work.queries + row * pass.stride, pass.stride, pass.head_dim,
@@ -120,7 +120,7 @@ struct Visible {
 // Scores of one row to weights relative to the new peak of its span; `rescale` is what older sums are multiplied with.
 template <bool Masked>
 void softmax(const Pass& pass, int row, int64_t first_key) {
-    Workspace& work = pass.work;
+    const Work& work = pass.work;
     float* const scores = work.scores + row * kKeys;
     const float cap = float(pass.layer->softcap), before = work.peak[row];
     Floats weight[kTileVectors], largest = splat(before);
@@ -164,11 +164,11 @@ void accumulate(const Pass& pass, int row, int64_t channel, const Source& values
         for (int v = 0; v < Vectors; v++)
             sum[r][v] = load(output + r * pass.stride + v * kLanes) * pass.work.rescale[row + r];
     for (int t = 0; t < count; t++) {
-        Floats value[Vectors];
-        for (int v = 0; v < Vectors; v++) value[v] = values.floats(t, channel + v * kLanes);
-        for (int r = 0; r < Rows; r++) {
-            const Floats weight = splat(weights[r * kKeys + t]);
-            for (int v = 0; v < Vectors; v++) sum[r][v] = fma(weight, value[v], sum[r][v]);
+        Floats weight[Rows];
+        for (int r = 0; r < Rows; r++) weight[r] = splat(weights[r * kKeys + t]);
+        for (int v = 0; v < Vectors; v++) {
+            const Floats value = values.floats(t, channel + v * kLanes);
+            for (int r = 0; r < Rows; r++) sum[r][v] = fma(weight[r], value, sum[r][v]);
         }
     }
     for (int r = 0; r < Rows; r++)
