@@ -2,7 +2,7 @@
 the caches where a payload is large. A copy past the caches moves two bytes for each byte,
 an ordinary one three, and a hash after it a fourth.
 
-The module gives the functions of `host_copies.cpp`, also for checksums of many records, and those for many keys
+The module gives the functions of `host_copies.cpp`, also to check and judge many records, and those for many keys
 (`key_tables.cpp`) and rows (`row_queues.cpp`). Where there is no compiler or another processor, and until the code is
 compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.
 """

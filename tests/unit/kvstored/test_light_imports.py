@@ -1,4 +1,4 @@
-"""What a daemon leaves out when it starts is whole once something asks for it."""
+"""The daemon loads what it left out at its start, whole, once something asks for it."""
 
 from __future__ import annotations
 
