@@ -1,7 +1,7 @@
 // Copies of payloads that hash as they go: each byte is read once, into a register, and stored and hashed from there.
 // So a hash is of what was stored, also where another process writes to the source meanwhile. The hash is xxh3_64 with
 // the default secret and no seed, of more than 240 bytes (xxHash by Yann Collet, BSD 2-Clause).
-// Records of the NVMe tier are copied into columns as they are hashed, each with a seed of its own.
+// Records of the NVMe tier are copied into columns, and judged, as they are hashed, each with a seed of its own.
 //
 // Large payloads are stored past the caches: a cached store first reads the line that it will replace, so that a copy
 // moves three bytes for each one. Stores past the caches end before the header that vouches for them is written.
@@ -19,6 +19,11 @@ constexpr uint64_t P64_1 = 0x9E3779B185EBCA87U, P64_2 = 0xC2B2AE3D27D4EB4FU, P64
 constexpr uint64_t P64_4 = 0x85EBCA77C2B2AE63U, P64_5 = 0x27D4EB2F165667C5U, MIX = 0x165667919E3779F9U;
 constexpr size_t STRIPE = 64, STRIPES_A_BLOCK = 16, SECRET = 192, HEADER = 4096;
 constexpr size_t RECORD = 256, RECORD_WORDS = 32, DIGESTED = 248;  // kvstore_tiers/nvme/layout.py
+// Words of a record, docs/format.md, and what is in them.
+constexpr size_t GENERATION = 1, SEQUENCE = 2, KEY = 3, PARENT = 5, ORIGIN = 9, ORIGIN_BYTES = 48, GROUP_AND_DEPTH = 15;
+constexpr size_t ERROR = 16, PAYLOAD = 17, STORED = 20, KEPT = 22, DATA_KEY = 23, LAST = 31;
+constexpr uint64_t GROUP_MASK = 0xFFFF, CODEC_MASK = 0xFFFF0000, LENGTH_MASK = (1ull << 48) - 1;
+constexpr uint32_t MAGIC = 0x3152564B, FREE = 0, LIVE = 1, LAST_STATE = 2;
 constexpr size_t SUMS = 8;                     // words of a hash under way; one more counts the stripes
 constexpr size_t A_LINE = 8;                   // records whose words fill one line of the cache in each column
 constexpr size_t AHEAD = 1024;                 // bytes that are fetched before they are needed
@@ -41,6 +46,13 @@ alignas(64) const uint8_t SECRET_BYTES[SECRET] = {
     0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+struct LiveColumns {  // kvstore_tiers/nvme/verdicts.py
+    uint64_t *slots, *key, *parent;
+    uint32_t *origin, *depth;
+    uint64_t *sequence, *payload_bytes, *generation, *kept;
+    uint32_t* error;
 };
 
 struct Sums {
@@ -167,6 +179,18 @@ inline uint64_t hash_of_record(const uint8_t* record, uint64_t seed) {
     return ended(sums, record + DIGESTED - STRIPE, DIGESTED, secret);
 }
 
+// Whether two records name the same tenant, fingerprint, layer group and key of encryption.
+inline bool is_of_one_origin(const uint64_t* one, const uint64_t* other) {
+    return !((one[GROUP_AND_DEPTH] ^ other[GROUP_AND_DEPTH]) & GROUP_MASK) && one[DATA_KEY] == other[DATA_KEY] &&
+           !memcmp(one + ORIGIN, other + ORIGIN, ORIGIN_BYTES);
+}
+
+inline bool is_used(const uint64_t* record) {
+    for (size_t i = 0; i < RECORD_WORDS; ++i)
+        if (record[i]) return true;
+    return false;
+}
+
 // Copies four words of each of four records, one behind the other, into four columns.
 inline void turned(uint64_t* columns, size_t stride, const uint8_t* records) {
     const __m256i a = loaded(records), b = loaded(records + RECORD);
@@ -255,6 +279,60 @@ void kv_load_records(
         checksums[at] = hash_of_record(records + RECORD * at, seeds[at]);
         for (size_t i = 0; i < RECORD_WORDS; ++i) columns[i * stride + at] = word(records + RECORD * at + 8 * i);
     }
+}
+
+// Judges `count` records, as verdicts.py does it with NumPy. Their seeds count up from `seed`, their slots from `first`;
+// slots from position `within` on are behind the file's end. `states`, `generations` and `stored` get a value for each
+// record, the columns `live` (of verdicts.LiveBlocks) one for each stored block, `origin` there being a position in
+// `origins`: the records, `origins_max` at most, that were the first of their origin. `bad` gets the positions of
+// records that do not hold from its beginning on, and those of stored blocks behind the file's end from its own end
+// backwards. `counts` gets the numbers of stored blocks, of either kind of bad record, of origins, and the last
+// sequence. Returns 0, or -1 if there are more origins.
+int32_t kv_judge_records(
+    const uint64_t* records, uint64_t count, uint64_t seed, uint64_t first, uint64_t within, uint8_t* states,
+    uint64_t* generations, uint64_t* stored, const LiveColumns* live, uint32_t* bad, uint32_t* origins,
+    uint64_t origins_max, uint64_t* counts) {
+    uint64_t blocks = 0, unsound = 0, truncated = 0, known = 0, last = 0;
+    uint32_t origin = 0;
+    for (uint64_t at = 0; at < count; ++at) {
+        const uint64_t* record = records + RECORD_WORDS * at;
+        const uint64_t head = record[0], said = head >> 48 & 0xFF, group_and_depth = record[GROUP_AND_DEPTH];
+        generations[at] = record[GENERATION];
+        stored[at] = (record[STORED] & LENGTH_MASK) | (group_and_depth & CODEC_MASK) << 32;
+        states[at] = FREE;
+        if (static_cast<uint32_t>(head) != MAGIC || said > LAST_STATE ||
+            hash_of_record(reinterpret_cast<const uint8_t*>(record), seed + at) != record[LAST]) {
+            if (is_used(record)) bad[unsound++] = static_cast<uint32_t>(at);
+            continue;
+        }
+        if (record[SEQUENCE] > last) last = record[SEQUENCE];
+        if (said == LIVE && at >= within) {
+            bad[count - ++truncated] = static_cast<uint32_t>(at);
+            continue;
+        }
+        states[at] = static_cast<uint8_t>(said);
+        if (said != LIVE) continue;
+        if (!known || !is_of_one_origin(record, records + RECORD_WORDS * origins[origin])) {
+            for (origin = 0; origin < known; ++origin)
+                if (is_of_one_origin(record, records + RECORD_WORDS * origins[origin])) break;
+            if (origin == origins_max) return -1;
+            if (origin == known) origins[known++] = static_cast<uint32_t>(at);
+        }
+        live->slots[blocks] = first + at;
+        memcpy(live->key + 2 * blocks, record + KEY, 16);
+        memcpy(live->parent + 2 * blocks, record + PARENT, 16);
+        live->origin[blocks] = origin;
+        live->depth[blocks] = static_cast<uint32_t>(group_and_depth >> 32);
+        live->sequence[blocks] = record[SEQUENCE];
+        live->payload_bytes[blocks] = record[PAYLOAD];
+        live->generation[blocks] = record[GENERATION];
+        live->kept[blocks] = record[KEPT];
+        live->error[blocks] = static_cast<uint32_t>(record[ERROR] >> 32);
+        ++blocks;
+    }
+    const uint64_t found[] = {blocks, unsound, truncated, known, last};
+    memcpy(counts, found, sizeof found);
+    return 0;
 }
 
 // Stores blocks until none is left, beside other threads with equal arguments: `next` counts the blocks that were

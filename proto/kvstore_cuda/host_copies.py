@@ -2,7 +2,7 @@
 the caches where a payload is large. A copy past the caches moves two bytes for each byte,
 an ordinary one three, and a hash after it a fourth.
 
-The module gives the functions of `host_copies.cpp`, also for checksums of many records, and those for many keys
+The module gives the functions of `host_copies.cpp`, also to check and judge many records, and those for many keys
 (`key_tables.cpp`) and rows (`row_queues.cpp`). Where there is no compiler or another processor, and until the code is
 compiled, it gives None, and callers use `ctypes.memmove`, numpy and `xxhash`, with equal results.
 """
@@ -58,6 +58,8 @@ def _made(may_compile: bool = True) -> ct.CDLL:
     found.kv_load_records.argtypes = (place, ct.c_uint64, place, place, ct.c_uint64, place)
     found.kv_load_records.restype = None
     long, word = ct.c_uint64, ct.c_uint32
+    found.kv_judge_records.argtypes = (place, long, long, long, long, *[place] * 6, long, place)
+    found.kv_judge_records.restype = ct.c_int32
     found.kv_fill_table.argtypes = (place, place, long, word, long, word, place, long, place)
     found.kv_find_keys.argtypes, found.kv_find_keys.restype = (place, long, word, word, place, place, long, place), None
     found.kv_fill_table.restype = ct.c_int64

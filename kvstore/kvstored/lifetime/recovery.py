@@ -8,6 +8,7 @@ express are entered one by one.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -25,10 +26,13 @@ from kvstored.store.blocks import CyclicChainError, Residency, RowKind
 from kvstored.store.blocks.adoption import adopt, keep
 
 log = logging.getLogger(__name__)
+_MANY = 1 << 16  # blocks whose columns take longer to give back than a thread to start
 
 
 def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> int:
-    """Enter every block that the NVMe tier has kept into the index, and return their number."""
+    """Enter every block that the NVMe tier has kept into the index, and return their number. The memory of very many
+    is given back by a thread, while the start goes on.
+    """
     now_ns = clock.monotonic_ns()
     blocks = nvme.recover_columns()
     kinds = [
@@ -40,6 +44,10 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
     for block in left_out:
         recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)
     _keep(residency, blocks, kinds, now_ns, clock.wall_ns())
+    if len(blocks) >= _MANY:
+        last = [blocks]
+        del blocks
+        threading.Thread(target=last.clear, name="let-go", daemon=True).start()
     return recovered
 
 

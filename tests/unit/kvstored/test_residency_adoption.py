@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator
 from itertools import count
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -15,9 +20,12 @@ from hypothesis import strategies as st
 from kvstore_cuda import host_copies
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
-from kvstore_tiers.base import Slot
+from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
+from kvstored.lifetime import recovery
 from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
@@ -54,6 +62,26 @@ def columns(blocks: list[tuple[int, int | None, int]], tenant: int = 0) -> Recov
         )
         for position, (number, parent, depth) in enumerate(blocks)
     )  # fmt: skip
+
+
+def tell_thread(told: SimpleQueue[str]) -> None:
+    told.put(threading.current_thread().name)
+
+
+def test_a_thread_gives_the_memory_of_many_back_and_no_block_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_MANY", 3)
+    tenants = cast("TenantDirectory", SimpleNamespace(fingerprint_number=lambda _: 1))
+    for lengths, gives_back in (((2,), threading.current_thread().name), ((4, 3), "let-go")):
+        found, gone = columns(list(chains(*lengths))), SimpleQueue[str]()
+        finalize(found.key, tell_thread, gone)
+        nvme = cast("Tier", SimpleNamespace(recover_columns=[found].pop))
+        del found
+        residency = Residency(("host", "nvme"), ghost_keys=100)
+        residency.durable = NVME
+        assert recovery.recover_blocks(nvme, residency, tenants, ManualClock()) == sum(lengths)
+        assert gone.get(timeout=60) == gives_back
+        assert all(residency.find(0, key_of(number)) >= 0 for number, _, _ in chains(*lengths))
+        check(residency)
 
 
 def adopted(blocks: list[tuple[int, int | None, int]], ghost_keys: int = 100) -> Residency:

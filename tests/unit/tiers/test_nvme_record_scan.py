@@ -136,16 +136,16 @@ def test_a_medium_that_stops_reading_is_said_and_leaves_no_thread(
 @pytest.mark.usefixtures("small_reads")
 def test_an_error_of_a_judge_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = 0
-    real = verdicts.Judge._judge
+    real = verdicts.Judge.judge
 
-    def failing(*arguments: object) -> verdicts.Verdicts:
+    def failing(*arguments: object) -> list[verdicts.Verdicts]:
         nonlocal judged
         judged += 1
-        if judged == 3:
+        if judged == 2:
             raise MemoryError("no room for columns")
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verdicts.Judge, "_judge", failing)
+    monkeypatch.setattr(verdicts.Judge, "judge", failing)
     before = set(threading.enumerate())
     with pytest.raises(MemoryError):
         open_tier(directory)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import uuid
 from collections.abc import Iterable
 
 import numpy as np
@@ -174,7 +173,7 @@ class SlabSpace(Containers[Slab]):
         if slots < 1:
             return None
         superblock = Superblock(
-            uuid.uuid4().bytes,
+            secrets.token_bytes(16),
             secrets.randbits(64),
             self._next_number,
             slot_bytes,

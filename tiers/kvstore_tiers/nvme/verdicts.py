@@ -6,6 +6,7 @@ follows from several records (two with one key, too many bytes). Never reads a f
 
 from __future__ import annotations
 
+import ctypes as ct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of, native
 from kvstore_tiers.nvme.layout import CODEC_SHIFT, RECORD_MAGIC_WORD, STORED_MASK, RecordState, Superblock
 from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RecordChecksums
 from kvstore_tiers.recovered import BlockOrigin
@@ -22,6 +24,7 @@ from kvstore_tiers.recovered import BlockOrigin
 _HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN = 0, 1, 2, 3, 5, 9
 _GROUP_AND_DEPTH, _ERROR, _PAYLOAD, _STORED, _KEPT, _DATA_KEY = 15, 16, 17, 20, 22, 23  # the codec is in the first
 _ORIGIN_WORDS = 6
+_ORIGINS_MAX = 256  # among records that are judged at once by compiled code, which compares one by one
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
 _STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
@@ -110,6 +113,8 @@ class Verdicts:
         """Join `pieces`, the verdicts on consecutive slots, into one object. The stored blocks of each piece are in the
         arrays `room`, from the place of the piece's first slot on; they are moved together to the beginning.
         """
+        if len(pieces) == 1:
+            return pieces[0]
         live = slots = 0
         for piece in pieces:
             if live != slots:
@@ -149,8 +154,7 @@ class Origins:
             at = int(left.argmax())
             equal, same = origin == origin[:, at : at + 1], groups == groups[at]
             same &= data_keys == data_keys[at]
-            raw = origin[:, at].tobytes() + int(groups[at]).to_bytes(2, "little") + data_keys[at].tobytes()
-            number = self.number_of(raw)
+            number = self.number_of(_origin_of(words[:, at]))
             if equal.all() and same.all():  # as a rule
                 found.fill(number)
                 break
@@ -180,6 +184,12 @@ class Origins:
         return [raw[50:] for raw in self._numbers]
 
 
+def _origin_of(record: Array) -> bytes:
+    """Return the origin of `record`, its 32 words, as `Origins.number_of` takes it."""
+    group = int(record[_GROUP_AND_DEPTH] & _GROUP_MASK).to_bytes(2, "little")
+    return bytes(record[_ORIGIN : _ORIGIN + _ORIGIN_WORDS].tobytes() + group + record[_DATA_KEY].tobytes())
+
+
 class Judge(NamedTuple):
     """A judge of the records of one slab file, which has `superblock` and is `length_bytes` bytes long. It uses
     `checksums`, which no other thread may use meanwhile, and `origins`, a table of tenants and fingerprints.
@@ -191,14 +201,44 @@ class Judge(NamedTuple):
     origins: Origins
 
     def judge(self, first: int, records: Array, room: LiveBlocks) -> list[Verdicts]:
-        """Judge `records`, uint64 (n, 32), of the slots from number `first` on. Return the verdicts in pieces of up to
-        4096 slots. The stored blocks of a piece are written to the arrays `room`, from the place of the piece's first
-        slot on."""
+        """Judge `records`, uint64 (n, 32), of the slots from number `first` on: by compiled code where it is loaded,
+        else by NumPy, with equal results. Return the verdicts in pieces. The stored blocks of a piece are written to
+        the arrays `room`, from the place of the piece's first slot on."""
+        library = native.library
+        if library is not None and records.flags.c_contiguous:
+            whole = self._compiled(library, first, records, room)
+            if whole is not None:
+                return [whole]
         begins = range(0, len(records), BATCH_RECORDS)
         return [
             self._judge(first + begin, records[begin : begin + BATCH_RECORDS], room.part(slice(begin, None)))
             for begin in begins
         ]
+
+    def _within(self, first: int) -> int:
+        """Return how many of the slots from number `first` on are within the file."""
+        superblock = self.superblock
+        return max(0, (self.length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)
+
+    def _compiled(self, library: ct.CDLL, first: int, records: Array, room: LiveBlocks) -> Verdicts | None:
+        """Return the verdicts on all `records`, made by compiled code; None if they have too many origins."""
+        count = len(records)
+        states, bad, origins = np.empty(count, np.uint8), np.empty(count, np.uint32), np.empty(_ORIGINS_MAX, np.uint32)
+        generations, stored, counts = (np.empty(size, np.uint64) for size in (count, count, 5))
+        columns = np.array([address_of(getattr(room, column.name)) for column in fields(room)], np.uint64)
+        filled = [address_of(array) for array in (states, generations, stored, columns, bad, origins)]
+        if library.kv_judge_records(
+            address_of(records), count, self.superblock.record_seed(first), first, self._within(first),
+            *filled, len(origins), address_of(counts),
+        ):  # fmt: skip
+            return None
+        live, damaged, truncated, known, last = counts.tolist()
+        found = room.part(slice(live))
+        numbers = [self.origins.number_of(_origin_of(records[at])) for at in origins[:known].tolist()]
+        if numbers != [*range(known)]:
+            found.origin[:] = np.array(numbers, np.uint32)[found.origin]
+        withdrawn = {first + at for at in (*bad[:damaged].tolist(), *bad[count - truncated :].tolist())}
+        return Verdicts(states, generations, stored, found, last, damaged, truncated, withdrawn)
 
     def _judge(self, first: int, records: Array, room: LiveBlocks) -> Verdicts:
         superblock = self.superblock
@@ -213,7 +253,7 @@ class Judge(NamedTuple):
         sound &= said <= _LAST_STATE
         states = np.where(sound, said, 0).astype(np.uint8)
         live = states == RecordState.LIVE
-        within = max(0, (self.length_bytes - superblock.slots_offset) // superblock.slot_bytes - first)
+        within = self._within(first)
         truncated = np.flatnonzero(live[within:]) + within
         live[within:] = False
         states[truncated] = RecordState.FREE
