@@ -6,13 +6,8 @@ import contextlib
 import logging
 import os
 import resource
-import sys
-import threading
 import time
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
 
 from kvstored.exits import EXIT_HANGS
 
@@ -20,48 +15,6 @@ log = logging.getLogger(__name__)
 LEAST_CONNECTIONS = 4
 _ALL_IDS = 2**32 - 1  # -1 is no id
 _DEFAULT_OVERFLOW = 65534
-_OPENSSL = ("ssl", "_hashlib")  # the modules that load it
-_WITHOUT_OPENSSL = ("asyncio", "hashlib", "hmac")  # the modules that do without those where they are missing
-_FOR_FEW = (  # what libraries import and use for nothing that a daemon at rest does
-    "base64", "calendar", "pickle", "platform",
-    "google.protobuf.internal.python_message",  # messages that no compiled code handles
-    "numpy._core._add_newdocs", "numpy._core._add_newdocs_scalars",  # docstrings
-)  # fmt: skip
-_putting_off = threading.Lock()
-
-
-def import_lightly() -> None:
-    """Import asyncio and hashlib without OpenSSL, and put off modules that libraries import and seldom use: a daemon
-    would start later and keep them in memory. Python has hashes of its own, and gRPC has TLS. Who imports `ssl`
-    afterwards gets it.
-    """
-    modules = cast(dict[str, Any], sys.modules)
-    for name in _FOR_FEW:
-        modules.setdefault(name, _put_off(name))
-    hidden = [name for name in _OPENSSL if name not in modules]
-    modules.update(dict.fromkeys(hidden))
-    try:
-        for name in _WITHOUT_OPENSSL:
-            import_module(name)
-    finally:
-        for name in hidden:
-            del modules[name]
-
-
-def _put_off(name: str) -> ModuleType:
-    """Return a module to stand for `name`, which is imported when an attribute of it is first asked for."""
-    substitute = ModuleType(name)
-
-    def attribute(wanted: str) -> Any:
-        if wanted.startswith("__"):  # as the import system asks of any module
-            raise AttributeError(wanted)
-        with _putting_off:
-            if sys.modules.get(name) is substitute:
-                del sys.modules[name]
-        return getattr(import_module(name), wanted)
-
-    vars(substitute)["__getattr__"] = attribute
-    return substitute
 
 
 def set_limits(nice: int) -> None:

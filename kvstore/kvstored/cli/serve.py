@@ -66,9 +66,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can read the configuration again
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start a thread a core, for work that is not done
     gc.disable()  # until it serves: what a start makes is there to stay, and to look through it would cost 0.1 s
-    from kvstored.process import import_lightly, set_limits
-
-    import_lightly()
     from kvstored.config import ConfigError, load_config
     from kvstored.log_setup import set_up_logging
 
@@ -84,6 +81,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
     from kvstored import __version__
     from kvstored.clock import SystemClock
+    from kvstored.process import set_limits
     from kvstored.state.process import StateProcess
 
     set_limits(config.daemon.nice)
