@@ -6,8 +6,9 @@ best ratio over all horizons (Gittins, JRSS B 41, 1979; as "hits per space-time"
 2018). So a chain just used, whose return is sure but half a minute away, outranks one that could return this second but
 probably never does.
 
-Compiled code (`hazards.cpp`) does the work once it is there; NumPy does it until then, and where there is no compiler.
-Both round alike at every step, so that what is evicted depends on neither, nor on how a linear algebra library sums.
+The module adds to the counts, too. Compiled code (`hazards.cpp`) does the work once it is there; NumPy does it until
+then, and where there is no compiler. Both round alike at every step, so that what is evicted depends on neither, nor on
+how a linear algebra library sums.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ def _made() -> ct.CDLL:
     found.kv_estimate.argtypes = (size, size, size, place, place, ct.c_double, *[place] * 5)
     found.kv_ranks.argtypes = (size, place, place, place)
     found.kv_make.argtypes = (size, place, size, size, place, place, ct.c_double, *[place] * 7)
-    found.kv_estimate.restype = found.kv_ranks.restype = found.kv_make.restype = None
-    found.kv_worths.argtypes = (size, size, size, ct.c_double, *[place] * 9, size, *[place] * 12)
+    found.kv_count.argtypes = (size, size, *[place] * 6)
+    found.kv_estimate.restype = found.kv_ranks.restype = found.kv_make.restype = found.kv_count.restype = None
+    real = ct.c_double
+    found.kv_worths.argtypes = (
+        size, size, size, real, *[place] * 9, size, *[place] * 5, real, real, *[place] * 7, size,
+    )  # fmt: skip
     found.kv_least.argtypes = (size, size, size, *[place] * 6)
     found.kv_worths.restype = found.kv_least.restype = size
     return found
@@ -96,6 +101,24 @@ def make(
         _FLAT_AT, _WIDTHS_AT, address_of(weights), address_of(estimates), address_of(mixed),
         0 if best is None else address_of(best),
     )  # fmt: skip
+
+
+def count(counts: Floats, paths: Ints, cells: Ints, bins: Ints, exposed: Floats, returned: Floats) -> None:
+    """Add what was seen of the classes `cells` in the age bins `bins` to `counts`, at each node that `paths` has of a
+    class: `exposed` to the exposed chains, `returned` to the returned ones.
+    """
+    library = native.get()
+    if library is not None:
+        bins = np.ascontiguousarray(bins)  # a part of what `nonzero` found
+        library.kv_count(
+            len(cells), paths[0].size, address_of(paths), address_of(cells), address_of(bins), address_of(exposed),
+            address_of(returned), address_of(counts),
+        )  # fmt: skip
+        return
+    places = paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
+    flat, each, back = counts.reshape(-1), places.shape[1], returned != 0.0
+    np.add.at(flat, places.reshape(-1), np.repeat(exposed, each))  # quick: one number for each place
+    np.add.at(flat, places[back].reshape(-1) + BINS, np.repeat(returned[back], each))
 
 
 def _estimated(counts: Floats, paths: Ints, gain: float, weights: Floats) -> tuple[Floats, Floats]:

@@ -95,27 +95,43 @@ void kv_make(int64_t count, const int64_t* cells, int64_t ladders, int64_t steps
   }
 }
 
+// Add `exposed` and `returned`, seen of a class of `cells` in an age bin of `bins`, to `counts` at each of the `nodes` that
+// `paths` has of the class.
+void kv_count(int64_t seen, int64_t nodes, const int64_t* paths, const int64_t* cells, const int64_t* bins,
+              const double* exposed, const double* returned, double* counts) {
+  for (int64_t at = 0; at < seen; ++at) {
+    const int64_t* path = paths + cells[at] * nodes;
+    for (int64_t step = 0; step < nodes; ++step) {
+      double* place = counts + path[step] * 2 * kBins + bins[at];
+      place[0] += exposed[at];
+      if (returned[at] != 0.0) place[kBins] += returned[at];
+    }
+  }
+}
+
 // The worth of the last block (`tails`, a row) of each chain from `begin` to `end` that is of `tenant` (below 0: any)
-// and not blocked. `slots` and `worths` get the chains and their worths, without what `shared` adds; `touched` the
-// places among these that `shared` adds to, and `found` how many there are. `base` gets the ranks, `entry` zeros. The
-// ranks are multiplied by `factors`, which has one for each of the chains in their order, if it is not null.
+// and not blocked. `slots` and the first `room` of `found` get the chains and their worths, without what `shared` adds,
+// the next `room` the ages of the chains. `touched` gets the places among these that `shared` adds to, and in its entry
+// `room` how many there are; the next `room` of `found` what `shared` has of them, the last how long ago by `shared_s`.
+// `base` gets the ranks, `entry` zeros. The ranks are multiplied by `factors`, which has one for each of the chains in
+// their order, if it is not null.
 // `due` chains are not for this function: it returns -1 at the first. Else it returns the number of chains.
 int64_t kv_worths(int64_t begin, int64_t end, int64_t tenant, double now_s, const int32_t* tails,
                   const uint8_t* blocked, const int32_t* tenants, const uint8_t* live, const int32_t* cells,
                   const int32_t* lengths, const double* used_s, const double* due_s, const void* depths, int64_t width,
-                  const double* shared, const double* ranks, const double* edges, const double* shares,
-                  const double* settings, const double* factors, double* base, int64_t* entry, int64_t* slots, double* worths,
-                  int64_t* touched, int64_t* found) {
+                  const double* shared, const double* shared_s, const double* ranks, const double* edges,
+                  const double* shares, double leftover, double twice_depth, const double* end_reuse,
+                  const double* factors, double* base, int64_t* entry, int64_t* slots, int64_t* touched, double* found,
+                  int64_t room) {
   static const int kEnds[] = {0, 0, 1, 2, 2, 3};  // by a distance from the end that is one more
-  const double leftover = settings[0], twice_depth = settings[1], *end_reuse = settings + 2;
   int64_t count = 0, touches = 0;
   for (int64_t chain = begin; chain < end; ++chain) {
     const int64_t row = tails[chain];
     if (row < 0 || blocked[chain] != 0 || (tenant >= 0 && tenants[chain] != tenant)) continue;
     if (due_s[chain] != 0.0) return -1;
     double worth = leftover;
+    const double age_s = now_s - used_s[chain];
     if (live[chain] != 0) {
-      const double age_s = now_s - used_s[chain];
       const int64_t bin = std::upper_bound(edges + 1, edges + kBins, age_s) - (edges + 1);
       const double share = (std::max(age_s, 0.0) - edges[bin]) * shares[bin];
       const double* at = ranks + static_cast<int64_t>(cells[chain]) * kBins + bin;
@@ -129,11 +145,16 @@ int64_t kv_worths(int64_t begin, int64_t end, int64_t tenant, double now_s, cons
     const int64_t distance = std::clamp<int64_t>(lengths[chain] - depth, 0, 5);
     worth *= end_reuse[kEnds[distance]];
     worth *= static_cast<double>(depth) / twice_depth + 1.0;
-    if (shared[row] != 0.0) touched[touches++] = count;
+    if (shared[row] != 0.0) {
+      found[2 * room + touches] = shared[row];
+      found[3 * room + touches] = now_s - shared_s[row];
+      touched[touches++] = count;
+    }
     slots[count] = chain;
-    worths[count++] = worth;
+    found[room + count] = age_s;
+    found[count++] = worth;
   }
-  *found = touches;
+  touched[room] = touches;
   return count;
 }
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvstore_cuda.host_copies import address_of
 from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of
 from kvstore_predictor.base import Piece, State, untouched
-from kvstore_predictor.estimates import LEAST, MOST, estimated, make, ranks
+from kvstore_predictor.estimates import LEAST, MOST, count, estimated, make, ranks
 from kvstore_predictor.features import AWAITED, Features, coarse, taking, unhinted
 
 _CELLS_MAX = 16384
@@ -46,7 +46,6 @@ LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
 _PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
 KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
-_FIRST_HINT = Features._fields.index("chance")  # the last of the features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
 ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
@@ -94,6 +93,7 @@ class HazardTables:
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
         self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
         self._late = untouched(_CELLS_MAX, 2, BINS)  # got through, returned
+        self._late_one_by_one = self._late.reshape(-1).data.cast("B").cast("d")
         # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
         # costs no memory.
         self._paths: Ints = untouched(_CELLS_MAX, len(ladders), _STEPS_MAX).view(np.int64)
@@ -106,12 +106,13 @@ class HazardTables:
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
+        self._weighed, self._weights, self._next_lean = b"", self.evidence, 0.0  # the evidence that they follow
         for ladder in ladders:
             self._learn_by(ladder)
         self._classless = [number for number, order in enumerate(self.orders) if not order]
         self.evidence[self._classless] = -_STARTS_BEHIND
         for kind in range(KINDS):
-            self._make([self._add(ROOT._replace(kind=kind))])
+            self._make(np.array([self._add(ROOT._replace(kind=kind))]))
 
     def _learn_by(self, ladder: Ladder) -> None:
         number, first = len(self.orders), len(self._names) + 1
@@ -207,7 +208,7 @@ class HazardTables:
         """
         self._epoch_of[cell] = self._epoch
         if features.chance or features.next_step:
-            self._make([cell])
+            self._make(np.array([cell]))
         else:
             self._asked.append(cell)
 
@@ -251,11 +252,13 @@ class HazardTables:
 
     def passed(self, cell: int, first: int, last: int) -> None:
         """Count a chain of class `cell` that got through the age bins `first` to `last` - 1 without a use."""
-        self._late[cell, 0, first:last] += 1.0
+        late = self._late_one_by_one
+        for place in range(2 * BINS * cell + first, 2 * BINS * cell + last):
+            late[place] += 1.0
         self._is_late[cell] = 1
 
     def returned(self, cell: int, at_bin: int) -> None:
-        self._late[cell, 1, at_bin] += 1.0
+        self._late_one_by_one[(2 * cell + 1) * BINS + at_bin] += 1.0
         self._is_late[cell] = 1
 
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
@@ -287,12 +290,7 @@ class HazardTables:
                 other = 1 - number  # what that has said already is not to be said twice
                 by_other = predicted * self._hint_factors[other].factors()[hints[other], bins]
                 factors.happened(hints[number], bins, by_other, returns)
-        places = self._paths[cells].reshape(len(cells), -1) * (2 * BINS) + bins[:, None]
-        counts = self._counts.reshape(-1)
-        each = places.shape[1]
-        np.add.at(counts, places.reshape(-1), np.repeat(either * self._gain, each))  # quick: one number for each place
-        back = returns != 0.0
-        np.add.at(counts, places[back].reshape(-1) + BINS, np.repeat(returns[back] * self._gain, each))
+        count(self._counts, self._paths, cells, bins, either * self._gain, returns * self._gain)
         return folded
 
     def renew(self, factor: float) -> None:
@@ -327,15 +325,12 @@ class HazardTables:
         """Recompute the ranks of at most `most` wanted cells (classes of chains). Return the number of cells."""
         most = min(most, _MADE)
         is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
-        cells = self._asked[:most]
+        cells = np.array(self._asked[:most], np.int64) if self._asked else np.flatnonzero(is_wanted)[:most]
         del self._asked[:most]
-        if not cells:
-            cells = np.flatnonzero(is_wanted)[:most].tolist()
-        if cells:
+        if len(cells):
             is_wanted[cells] = 0
             self._make(cells)
-            for cell in cells:
-                self._epoch_of[cell] = self._epoch
+            np.frombuffer(self._epoch_of, np.int64)[cells] = self._epoch
         return len(cells)
 
     @property
@@ -348,14 +343,17 @@ class HazardTables:
 
     @property
     def are_many_asked(self) -> bool:
-        """True if `make` should be called, because many cells wait for new ranks."""
-        return len(self._asked) >= _MADE // 4
+        """True if `make` should be called, because many cells wait for new ranks; more where nobody asks for these."""
+        return len(self._asked) >= (_MADE // 4 if self._is_ranked else _MADE)
 
     def weights(self) -> Floats:
         """Return the weight of each ladder, by how well its estimates predicted outcomes. They sum to 1."""
-        odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
-        weights: Floats = odds / odds.sum()
-        return weights
+        if self._weighed != (evidence := self.evidence.tobytes()):
+            odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
+            self._weights = odds / odds.sum()
+            self._next_lean = _LEAN * max(0.0, 2.0 * float(self._weights[self._classless].sum()) - 1.0)
+            self._weighed = evidence
+        return self._weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
         """Return the factors for hints of a chance, and of a next step, as arrays [value of the hint, age bin]."""
@@ -390,11 +388,10 @@ class HazardTables:
         """Return the rank (uses a second) of a chain of the class `cell` that was used just now."""
         return float(self._ranks[cell, 0])
 
-    def _make(self, cells: Sequence[int]) -> None:
-        weights, chosen = self.weights(), np.array(cells, np.int64)
-        self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
-        self._counts[0], is_hinted = 0.0, any(hint for cell in cells for hint in self._features[cell][_FIRST_HINT:])
+    def _make(self, cells: Ints) -> None:
+        weights, is_hinted = self.weights(), self._is_ranked and self._hints[:, cells].any()
+        self.lean, self._counts[0] = self._next_lean, 0.0
         best = self._ranks if self._is_ranked and not is_hinted else None
-        make(chosen, self._counts, self._paths, self._gain, weights, self._estimates, self._mixed, best)
-        if self._is_ranked and is_hinted:
-            self._ranks[chosen] = ranks(self.hazards(chosen))
+        make(cells, self._counts, self._paths, self._gain, weights, self._estimates, self._mixed, best)
+        if is_hinted:
+            self._ranks[cells] = ranks(self.hazards(cells))

@@ -21,7 +21,8 @@ from kvstore_predictor.hazards import HazardTables, Ladder
 _DECAY = 0.9995  # of the tables' counts, a request
 # Requests from one renewal to the next: at least, at most, and one part in so many of those seen.
 _RANKED, _UNRANKED = (25, 500, 6), (50, 2000, 4)
-MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for each cell
+MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for each cell;
+_HAZARDS_US = 1.25  # for hazards alone
 _CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
 _FEWEST = 4  # cells
 _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
@@ -58,6 +59,7 @@ class Learner:
         self._phase = _IDLE
         self._hand = 0  # chains below it have been aged
         self._least, self._most, self._share = _RANKED if ranked else _UNRANKED
+        self._cell_us = CELL_US if ranked else _HAZARDS_US
         self.renewed, self._renew_at = 0, self._least  # at which request
 
     def numbers(self) -> list[float]:
@@ -142,8 +144,8 @@ class Learner:
         return _LITTLE_US
 
     def _make(self, budget_us: float) -> float:
-        cells = int((budget_us - MAKING_US) / CELL_US)
-        return MAKING_US + self.tables.make(cells) * CELL_US if cells >= _FEWEST else 0.0
+        cells = int((budget_us - MAKING_US) / self._cell_us)
+        return MAKING_US + self.tables.make(cells) * self._cell_us if cells >= _FEWEST else 0.0
 
     def _age(self, first: int, last: int, now_s: float) -> None:
         """Count the age bins that live chains in the slots from `first` to `last` have passed since the last time."""

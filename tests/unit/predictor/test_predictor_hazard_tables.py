@@ -20,6 +20,8 @@ from kvstore_predictor.ages import (
 from kvstore_predictor.estimates import estimated, native, ranks, shrunk
 from kvstore_predictor.features import Features, continued
 from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.learning import Learner
+from kvstore_predictor.sessions import AwaitedReturns
 from tests.reference.skips import skip_without_compiler
 
 
@@ -154,6 +156,21 @@ def test_ages_alone_are_forgotten_faster() -> None:
     tables.renew(0.99)
     slow, fast = (ladder.counts[()][0][0] for ladder in tables.counts())
     assert slow == pytest.approx(0.99) and fast == pytest.approx(0.99**10)
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_hazards_without_ranks_are_made_many_at_a_time(ranked: bool) -> None:
+    learner = Learner(AwaitedReturns(1), [Ladder(("kind", "turn", "gap", "text"))], ranked=ranked)
+    tables = learner.tables
+    for text in range(80):
+        before = tables.are_many_asked
+        cell = tables.cell(cell_features(text % 10)._replace(gap=text % 13, text=text % 12))
+        assert len(tables.hazards([cell])) == 1, "one that waits is estimated when it is asked for"
+        if tables.are_many_asked and not before:
+            assert text + 1 == (16 if ranked else 64)
+    asked = len(tables._asked)
+    assert learner.step(0.0, 120.0)
+    assert asked - len(tables._asked) == (16 if ranked else 64)
 
 
 @pytest.mark.parametrize("classes", [1, 7, 64])

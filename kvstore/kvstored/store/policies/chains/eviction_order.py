@@ -172,11 +172,10 @@ class Candidates:
         count = len(slots)
         self._looks_left = max(_STALE_LOOKS, count // _STALE_SHARE)
         self._drawn_s, self._left_by_then = now_s, book.left_blocks
-        highest = float(worth.max()) if count else -1.0
         wanted, first = max(_LEAST, count // _SHARE), self._numbers + 1
         slots, worth, orders, self._ceiling = least(chains, slots, worth, wanted, first)
         if self._ceiling == _ALL and end - begin < chains.slots:
-            self._ceiling = highest
+            self._ceiling = float(worth.max()) if count else -1.0
         self._numbers += len(slots)
         numbers = range(first, self._numbers + 1)
         self._heap = list(zip(worth.tolist(), orders.tolist(), slots.tolist(), numbers, strict=True))

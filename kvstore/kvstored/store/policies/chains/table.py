@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.host_copies import address_of
 from kvstored.store.blocks.rows import add_zeros
 
 _GROWTH_MIN, _GROWTH_MAX = 256, 4096
@@ -27,6 +29,7 @@ CHAIN = np.dtype(
     ]
 )  # fmt: skip
 _KEPT: tuple[str, ...] = CHAIN.names or ()
+_Column: TypeAlias = "array[int] | array[float] | bytearray"
 
 
 class ChainTable:
@@ -62,6 +65,8 @@ class ChainTable:
             self.tail, self.length, self.cell, self.bin, self.turn, self.tenant, self.new_blocks, self.tokens,
             self.answer, self.entry, self.order, self.used_s, self.due_s, self.due_depth, self.pace, self.base,
         )  # fmt: skip
+        self.read_at: list[int] = []  # the addresses of the columns that tell a chain's worth, until they grow,
+        self.written_at: list[int] = []  # and those of `base` and `entry`
 
     def take(self) -> int:
         """Return a free number for a new chain. The caller sets the chain's entry in every column."""
@@ -80,6 +85,11 @@ class ChainTable:
             column.frombytes(bytes(column.itemsize * more))
         for flags in (self.blocked, self.live, self.marks, self._is_free):
             flags.extend(bytes(more))
+        read: tuple[_Column, ...] = (
+            self.tail, self.blocked, self.tenant, self.live, self.cell, self.length, self.used_s, self.due_s,
+        )  # fmt: skip
+        self.read_at = [*map(_place, read)]
+        self.written_at = [_place(self.base), _place(self.entry)]
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
         """Yield the columns of all chains to save (dtype CHAIN) in steps, without the due times of queued requests."""
@@ -151,6 +161,13 @@ class ChainTable:
 
     def flags(self, column: bytearray) -> npt.NDArray[np.bool_]:
         return np.frombuffer(column, np.bool_)[: self.slots]
+
+
+def _place(column: _Column) -> int:
+    """Return the address of the first entry of `column`."""
+    if isinstance(column, bytearray):
+        return address_of(np.frombuffer(column, np.uint8)) if column else 0
+    return column.buffer_info()[0]
 
 
 TAU_S = 300.0

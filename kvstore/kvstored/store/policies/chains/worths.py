@@ -8,7 +8,6 @@ with the same bits. Exponentials and powers, which no two libraries round alike,
 from __future__ import annotations
 
 from array import array
-from typing import TypeAlias
 
 import numpy as np
 
@@ -27,7 +26,7 @@ END_OF_DISTANCE = (0, 1, 2, 2, 3)
 _ENDS = np.array((END_OF_DISTANCE[0], *END_OF_DISTANCE))  # by a distance that is one more
 _EDGES_AT, _SHARES_AT = address_of(EDGES_S), address_of(SHARE_A_S)
 _ANY = -1  # tenant
-_Column: TypeAlias = "array[int] | array[float] | bytearray"
+_ALL = float("inf")
 
 
 def worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> tuple[Ints, Floats]:
@@ -38,38 +37,33 @@ def worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> 
     library = estimates.native.get()
     if library is None:
         return _worths(book, tenant, begin, end, now_s)
-    chains, depths, end_reuse = book.chains, book.residency.rows.depth, book.end_reuse
-    slots, found, touched = np.empty(end - begin, np.int64), np.empty(end - begin), np.empty(end - begin + 1, np.int64)
-    settings = np.array((LEFTOVER, TWICE_DEPTH, *end_reuse))
-    columns: tuple[_Column, ...] = (
-        chains.tail, chains.blocked, chains.tenant, chains.live, chains.cell, chains.length, chains.used_s,
-        chains.due_s, depths,
-    )  # fmt: skip
+    chains, depths, shared, room = book.chains, book.residency.rows.depth, book.touches, end - begin
+    if not room:
+        return np.empty(0, np.int64), np.empty(0)
+    numbers, found = np.empty((2, room + 1), np.int64), np.empty((4, room))
+    numbers_at, found_at, settings = address_of(numbers), address_of(found), array("d", book.end_reuse)
     given = (
-        begin, end, tenant if len(book.ghosts) > 1 else _ANY, now_s, *map(_place, columns), depths.itemsize,
-        _place(book.shared), book.tables.ranks_at, _EDGES_AT, _SHARES_AT, address_of(settings),
+        begin, end, tenant if len(book.ghosts) > 1 else _ANY, now_s, *chains.read_at, depths.buffer_info()[0],
+        depths.itemsize, shared.count.buffer_info()[0], shared.as_of_s.buffer_info()[0], book.tables.ranks_at,
+        _EDGES_AT, _SHARES_AT, LEFTOVER, TWICE_DEPTH, settings.buffer_info()[0],
     )  # fmt: skip
-    changed = (
-        _place(chains.base), _place(chains.entry), address_of(slots), address_of(found), address_of(touched),
-        address_of(touched[-1:]),
-    )  # fmt: skip
+    changed = (*chains.written_at, numbers_at, numbers_at + 8 * (room + 1), found_at, room)
     count = library.kv_worths(*given, 0, *changed)
     if count > 0 and (lean := book.tables.lean):
-        factors = leaning(now_s - chains.floats(chains.used_s)[slots[:count]], lean)
+        factors = leaning(found[1, :count], lean)
         library.kv_worths(*given, address_of(factors), *changed)
     if count < 0:
         return _worths(book, tenant, begin, end, now_s)
-    slots, found = slots[:count], found[:count]
-    if touches := int(touched[-1]):
-        _add_touches(book, touched[:touches], slots, found, now_s)
-    return slots, found
+    slots, worth = numbers[0, :count], found[0, :count]
+    if touches := int(numbers[1, room]):
+        worth[numbers[1, :touches]] += _by_touches(book, *found[2:, :touches])
+    return slots, worth
 
 
-def _place(column: _Column) -> int:
-    """Return the address of the first entry of `column`."""
-    if isinstance(column, bytearray):
-        return address_of(np.frombuffer(column, np.uint8))
-    return column.buffer_info()[0]
+def _by_touches(book: ChainBook, touches: Floats, ages_s: Floats) -> Floats:
+    """Return what `touches` (decayed counts of uses by others, as of `ages_s` seconds before now) are worth."""
+    found: Floats = touches * np.exp(-ages_s / TAU_S) / book.touches.span_s
+    return found
 
 
 def _worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) -> tuple[Ints, Floats]:
@@ -101,16 +95,9 @@ def _worths(book: ChainBook, tenant: int, begin: int, end: int, now_s: float) ->
     worth *= share
     touched = np.frombuffer(book.shared, np.float64)[rows].nonzero()[0]
     if len(touched):
-        _add_touches(book, touched, slots, worth, now_s)
+        since_s = np.frombuffer(book.shared_s, np.float64)[rows[touched]]
+        worth[touched] += _by_touches(book, np.frombuffer(book.shared, np.float64)[rows[touched]], now_s - since_s)
     return slots, worth
-
-
-def _add_touches(book: ChainBook, touched: Ints, slots: Ints, worth: Floats, now_s: float) -> None:
-    """Add to `worth` what uses by others are worth to the last blocks of the chains `slots` at the places `touched`."""
-    rows = book.chains.ints(book.chains.tail)[slots[touched]]
-    since = np.frombuffer(book.shared_s, np.float64)[rows]
-    shared = np.frombuffer(book.shared, np.float64)[rows]
-    worth[touched] += shared * np.exp((since - now_s) / TAU_S) / book.touches.span_s
 
 
 def least(chains: ChainTable, slots: Ints, worth: Floats, wanted: int, first: int) -> tuple[Ints, Floats, Ints, float]:
@@ -119,15 +106,15 @@ def least(chains: ChainTable, slots: Ints, worth: Floats, wanted: int, first: in
     returned too, but of more than twice as many only `wanted`, used longest ago. The chains get the `entry` numbers
     from `first` on.
     """
-    library, orders, count = estimates.native.get(), chains.longs(chains.order), len(slots)
+    library, count = estimates.native.get(), len(slots)
     if library is not None:
-        chosen, ceiling = np.empty(count, np.int64), np.array([np.inf])
+        chosen, ceiling = np.empty(count, np.int64), array("d", (_ALL,))
         count = library.kv_least(
-            count, wanted, first, address_of(orders), address_of(slots), address_of(worth), _place(chains.entry),
-            address_of(chosen), address_of(ceiling),
+            count, wanted, first, chains.order.buffer_info()[0], address_of(slots), address_of(worth),
+            chains.entry.buffer_info()[0], address_of(chosen), ceiling.buffer_info()[0],
         )  # fmt: skip
-        return slots[:count], worth[:count], chosen[:count], float(ceiling[0])
-    most = float("inf")
+        return slots[:count], worth[:count], chosen[:count], ceiling[0]
+    most, orders = _ALL, chains.longs(chains.order)
     if count > wanted:
         most = float(np.partition(worth, wanted)[wanted])
         part = (worth <= most).nonzero()[0]
