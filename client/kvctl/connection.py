@@ -42,10 +42,10 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "dropped": "deleted by its owner or dropped by an operator",
     "forgotten": "the tier below NVMe that had it, which may forget, has it no more",
     "read_failed": "the tier below DRAM would not give it: it could not be read, or the tier is shed (`kvctl status`)",
-    "no_room": "its put was refused: DRAM was full, and nothing in it might be evicted (give the host tier more "
-    "capacity, or hold fewer leases)",
-    "over_quota": "its put was refused: its tenant was at its maximum, and none of its blocks might be evicted (raise "
-    "the tenant's host_max, or hold fewer leases)",
+    "no_room": "its put, or its way to DRAM, was refused: DRAM was full, and nothing in it might be evicted (give the "
+    "host tier more capacity, or hold fewer leases)",
+    "over_quota": "its put, or its way to DRAM, was refused: its tenant was at its maximum, and none of its blocks "
+    "might be evicted (raise the tenant's host_max, or hold fewer leases)",
     "lossy_only": "every copy of it is lossy, and the engine asked for exact ones: `connect(exact=False)` accepts them",
     "declined": "its put was declined: the policy thought it worth less than what would have had to go (nothing to do)",
     "late": "stored, but not brought to DRAM before the deadline",

@@ -22,6 +22,7 @@ from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.named import get_head
+from kvstore_client.receipt import NO_ROOM, OVER_QUOTA
 from kvstore_client.results import REASON_LATE
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
@@ -86,13 +87,15 @@ class _Reading:
                     raise CommandError(FAILED, "the daemon ended the lease while its bytes were read; try again")
                 self.blocks += len(lease)
                 self.promoted_bytes += lease.promoted_bytes
-                if len(lease) < len(part) and lease.reason not in ("", REASON_LATE):
+                is_late = time.monotonic() > deadline
+                may_come = ("", REASON_LATE) if is_late else ("", REASON_LATE, NO_ROOM, OVER_QUOTA)
+                if len(lease) < len(part) and lease.reason not in may_come:
                     self.reason = lease.reason
                     return False
                 if len(lease):
                     deadline = time.monotonic() + self.timeout_s
             if not len(lease):
-                if time.monotonic() > deadline:
+                if is_late:
                     raise CommandError(
                         FAILED,
                         f"block {self.blocks} is stored but was not brought to DRAM within {self.timeout_s:g} s: no "

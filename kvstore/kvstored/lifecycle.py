@@ -56,7 +56,7 @@ def advance(state: int, step: Step) -> CopyState:
 
 class Cause(IntEnum):
     """The reason why a block is not stored or cannot be read. The numbers equal the wire's MissReason. 11 to 13 mean
-    that its put was refused.
+    that its put was refused; 11 and 12 of a stored block, that it could not be brought to DRAM.
     """
 
     NEVER_STORED = 1

@@ -443,7 +443,7 @@ async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(sm
         return slot
 
     room.allocate_run = lambda *wanted, **how: []  # type: ignore[method-assign]
-    moves = small.store.promoter._moves
+    moves = small.store.promoter.moves
     moves._allocate = allocate_late
     assert not await small.fetch(1)
     moves._allocate = allocate

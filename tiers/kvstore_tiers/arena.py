@@ -102,6 +102,13 @@ def writable_owner(owner: str) -> str:
     return owner + _WRITABLE
 
 
+def owners_of_places(owner: str) -> tuple[str, ...]:
+    """Return the owners, in their names for arenas, whose arenas may take a block out of an arena of `owner`: itself,
+    and for an arena that clients write to also the same tenant's arenas that they only read."""
+    readable = owner.removesuffix(_WRITABLE)
+    return (owner,) if readable == owner else (owner, readable)
+
+
 def open_owner(owner: str) -> str:
     """Return the owner in the name that an arena has after `shut`; another name is returned as it is."""
     return owner.replace(_SHUT, "")

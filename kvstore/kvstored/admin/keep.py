@@ -19,7 +19,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
 from kvstored.clients.codes import terms_of
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.listing import column_of, select_all, tokens_of
+from kvstored.store.blocks.listing import column_of, descendants, select_all, tokens_of
 
 SLICE_ROWS = 256
 MIN_KEY_DIGITS = 6
@@ -115,7 +115,7 @@ class Keeping:
         """Return tokens of the stored blocks that continue the block at `row`."""
         residency, columns = self._residency, self._residency.rows
         is_stored, generations = np.array(columns.mask) != 0, np.array(columns.generation)
-        rows = await asyncio.to_thread(_descendants, np.array(columns.parent), row)
+        rows = await asyncio.to_thread(descendants, np.array(columns.parent), [row])
         rows = rows[is_stored[rows]]
         rows = rows[np.argsort(np.array(columns.depth)[rows])[::-1]]
         tokens: list[int] = []
@@ -130,13 +130,3 @@ class Keeping:
 
 def _deepest_first(tokens: list[npt.NDArray[Any]], depths: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(tokens)[np.argsort(np.concatenate(depths), kind="stable")[::-1]]
-
-
-def _descendants(parents: npt.NDArray[np.int32], row: int) -> npt.NDArray[np.int64]:
-    """Return the rows that have `row` among their ancestors. `parents` has the parent of each row, -1: none."""
-    above = np.append(np.where(parents < 0, len(parents), parents), len(parents))
-    is_below = above == row
-    while (above != len(parents)).any():  # twice as far with each pass
-        is_below |= is_below[above]
-        above = above[above]
-    return np.flatnonzero(is_below[:-1])

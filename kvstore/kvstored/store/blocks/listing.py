@@ -5,7 +5,7 @@ is a scan, off the hot path.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +91,11 @@ def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Arr
 
 def tokens_of(residency: ResidencyView, rows: Int64Array) -> npt.NDArray[np.uint64]:
     """Return the token of each of `rows`, as an array. An async caller keeps tokens, not rows."""
-    generation = np.frombuffer(residency.rows.generation, np.uint32)[rows].astype(np.uint64)
-    tokens: npt.NDArray[np.uint64] = generation << np.uint64(ROW_BITS) | rows.astype(np.uint64)
+    return _named(np.frombuffer(residency.rows.generation, np.uint32), rows)
+
+
+def _named(generations: npt.NDArray[np.uint32], rows: Int64Array) -> npt.NDArray[np.uint64]:
+    tokens: npt.NDArray[np.uint64] = generations[rows].astype(np.uint64) << np.uint64(ROW_BITS) | rows.astype(np.uint64)
     return tokens
 
 
@@ -137,6 +140,38 @@ def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
     rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
     found: list[int] = rows[np.argsort(as_array(copies.offset)[rows], kind="stable")].tolist()
     return found
+
+
+async def tokens_below(residency: ResidencyView, tier: int, rows: Sequence[int]) -> list[int]:
+    """Return tokens of the blocks at `rows`, which have a copy in `tier`, and of all blocks that continue their chains
+    in that tier without a gap, children before parents. A thread does the search."""
+    columns, copies = residency.rows, residency.copies[tier]
+    is_here = np.frombuffer(copies.state, np.uint8) != 0
+    parents = np.where(is_here, as_array(columns.parent)[: len(is_here)], -1)
+    depths, generations = np.array(columns.depth), np.array(columns.generation)
+
+    def find() -> list[int]:
+        is_found = np.zeros(len(parents), bool)
+        is_found[rows] = True
+        is_found[descendants(parents, rows)] = True
+        found = np.flatnonzero(is_found)
+        found = found[np.argsort(depths[found], kind="stable")[::-1]]
+        tokens: list[int] = _named(generations, found).tolist()
+        return tokens
+
+    return await asyncio.to_thread(find)
+
+
+def descendants(parents: npt.NDArray[np.int32], rows: Sequence[int]) -> Int64Array:
+    """Return the rows that have one of `rows` among their ancestors. `parents` has the parent of each row, -1: none."""
+    above = np.append(np.where(parents < 0, len(parents), parents), len(parents))
+    is_named = np.zeros(len(above), bool)
+    is_named[rows] = True
+    is_below = is_named[above]
+    while (above != len(parents)).any():  # twice as far with each pass
+        is_below |= is_below[above]
+        above = above[above]
+    return np.flatnonzero(is_below[:-1])
 
 
 def row_at(residency: ResidencyView, tier: int, container: int, offset: int) -> int:

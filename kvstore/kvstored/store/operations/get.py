@@ -25,6 +25,7 @@ from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, 
 from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
+from kvstored.store.transfer.promote import LEAST_PATIENCE_MS
 from kvstored.tier_set import MEMBERS, ONLY, TierSet
 
 _NOTHING: Counter[int] = Counter()  # was promoted for most gets; it is never changed
@@ -229,11 +230,23 @@ class Gets:
         is_there = row >= 0 and not self._retention.is_expired(row)
         is_served = is_there and (not client.exact or bool(self._exactness.served_tiers(row)))
         if is_served and not self._promoter.is_out_of_reach(row):
-            return None
-        # Where it is stored, but on a medium that is shed, reading it would fail.
-        cause = Cause.READ_FAILED if is_served else client.why_missing(self._residency, key)
+            cause = self._no_room(row) if not asked.mapped_only else None
+            if cause is None:
+                return None
+        else:  # where it is stored, but on a medium that is shed, reading it would fail
+            cause = Cause.READ_FAILED if is_served else client.why_missing(self._residency, key)
         self._flows.missed(client, cause, asked.blocks - found)
         return cause
+
+    def _no_room(self, row: int) -> Cause | None:
+        """Return why the block at `row` got no room in DRAM; None if another reason kept it from there."""
+        residency, promoter = self._residency, self._promoter
+        if residency.has(row, residency.mapped):
+            return None
+        if not promoter.moves.lacks_room(residency.token(row), LEAST_PATIENCE_MS / 1000):
+            return None
+        is_over = promoter.room.is_over_quota(residency.tenant_of(row), residency.slot_bytes(row))
+        return Cause.OVER_QUOTA if is_over else Cause.NO_ROOM
 
     def _lease(
         self,

@@ -2,8 +2,10 @@
 
 An arena or slab holds slots of one size, for one owner. When a block of another kind needs room, a whole container has
 to become free. The coldest blocks of the container's kind are evicted, in the policy's order and from any container,
-until the rest of the container fits into the places that are free; the rest is copied there. So one change of kind
-costs at most one container's worth of evicted blocks, and none that is worth more than what is kept.
+until the rest of the container fits into the places that are free; the rest is copied there. Blocks of an arena that
+clients write to may also be copied to the tenant's others. So one change of kind costs at most one container's worth of
+evicted blocks, and none that is worth more than what is kept; but where blocks stay because later blocks of their
+chains are in containers of another kind, those are evicted before them.
 
 Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
 Invariants: one container of a tier at a time; a block that is held or has a reader does not move; a slot is freed only
@@ -22,10 +24,11 @@ from enum import Enum
 from itertools import count
 from typing import Any, Final, TypeVar
 
+from kvstore_tiers.arena import owners_of_places
 from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks import Residency
-from kvstored.store.blocks.listing import rows_in
+from kvstored.store.blocks.listing import rows_in, tokens_below
 from kvstored.store.transfer.eviction import SLICE_EVICTIONS, Allowance, Eviction, SlotExit
 from kvstored.store.transfer.relocation import Copy, Relocation
 from kvstored.store.transfer.victims import Coldest, Victims
@@ -198,12 +201,18 @@ class Evacuation:
     def _by_cost(self, reports: Sequence[ContainerReport], preferred: int, insists: bool) -> Iterator[int]:
         """Yield containers that can be emptied: the ones of the kind of the `preferred` one, which has the block that
         would go first, then the others; of each kind the one with the fewest bytes to move, of equal ones the
-        preferred. With `insists` one or two that cannot be emptied as they are."""
-        first = next(((each.owner, each.slot_bytes) for each in reports if each.container == preferred), None)
+        preferred. An arena that clients write to counts as of the kind of the tenant's others; those count twice, since
+        their blocks cannot be copied to it. With `insists` one or two that cannot be emptied as they are."""
+        shared = {(owner, each.slot_bytes) for each in reports for owner in owners_of_places(each.owner)[1:]}
+
+        def kind(each: ContainerReport) -> tuple[str, int]:
+            return owners_of_places(each.owner)[-1], each.slot_bytes
+
+        first = next((kind(each) for each in reports if each.container == preferred), None)
 
         def cost(each: ContainerReport) -> tuple[bool, int, bool]:
-            is_of_kind = (each.owner, each.slot_bytes) == first
-            return not is_of_kind, each.used_slots * each.slot_bytes, each.container != preferred
+            weight = 2 if (each.owner, each.slot_bytes) in shared else 1
+            return kind(each) != first, each.used_slots * each.slot_bytes * weight, each.container != preferred
 
         residency = self._residency
         held = {residency.copies[self._position].container[row] for row in residency.pins if residency.is_held(row)}
@@ -276,20 +285,31 @@ class Evacuation:
     ) -> bool:
         """Evict the coldest blocks of the container's kind until each of `left`, tokens of its blocks, has a place in
         another container; the places go to `targets`. Rows in `stuck` are passed over."""
-        search = Coldest(self._residency, self._victims, self.kind_of(report.container), report, stuck)
+        owners = owners_of_places(report.owner)
+        kind = {
+            each.container
+            for each in self._tier.containers()
+            if each.slot_bytes == report.slot_bytes and each.owner in owners
+        }
+        search = Coldest(self._residency, self._victims, kind, report, stuck)
         for looks in count(1):
             if self._take_places(report, len(left), targets):  # in the step of the eviction: others want them too
                 return True
             if looks % SLICE_EVICTIONS == 0:
                 await asyncio.sleep(0)
                 continue
-            row = search.next()
             needed_bytes = (len(left) - len(targets)) * report.slot_bytes
-            if row < 0 or not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):
+            if not allowance.covers(report.slot_bytes) or not self._relocation.affords(needed_bytes):
                 break
+            row = search.next()
+            if row < 0:
+                if search.is_of_any_kind or not await self._look_below(report, search, allowance):
+                    break
+                continue
             token, slot = self._residency.token(row), self._residency.slot(row, self._position)
             # A container of the kind may have become empty and been cut anew meanwhile.
-            evicted = await self._evict(row) if slot.nbytes == report.slot_bytes else False
+            is_wanted = slot.nbytes == report.slot_bytes or (search.is_of_any_kind and allowance.covers(slot.nbytes))
+            evicted = await self._evict(row) if is_wanted else False
             if evicted is None:
                 break
             if not evicted:
@@ -299,6 +319,17 @@ class Evacuation:
             if slot.container == report.container:
                 left.pop(token, None)
         return False
+
+    async def _look_below(self, report: ContainerReport, search: Coldest, allowance: Allowance) -> bool:
+        """Let `search` go on with the blocks for whose sake blocks of the container stay. Return whether there may be
+        some."""
+        residency, position = self._residency, self._position
+        rows = rows_in(residency, position, report.container)
+        if not allowance.searches or not any(residency.children(row, position) for row in rows):
+            return False
+        allowance.searches -= 1
+        search.go_on_with(await tokens_below(residency, position, rows))
+        return True
 
     async def _evict(self, row: int) -> bool | None:
         """Evict a block. Return whether it has left; None on timeout: the block then keeps its place, even if its copy
@@ -310,12 +341,10 @@ class Evacuation:
             return None
 
     def _take_places(self, report: ContainerReport, wanted: int, targets: list[Slot]) -> bool:
-        while len(targets) < wanted:
-            slot = self._tier.allocate(report.slot_bytes, report.owner)
-            if slot is None:
-                return False
-            targets.append(slot)
-        return True
+        for owner in owners_of_places(report.owner):
+            while len(targets) < wanted and (slot := self._tier.allocate(report.slot_bytes, owner)) is not None:
+                targets.append(slot)
+        return len(targets) >= wanted
 
     # Copies
 

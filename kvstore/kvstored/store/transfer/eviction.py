@@ -99,11 +99,13 @@ class NoDemotion:
 @dataclass(slots=True)
 class Allowance:
     """A bound on the bytes that may be evicted to store one block: `container_bytes` (one arena or slab) plus
-    `block_bytes` (the block itself). `spent_bytes` counts the bytes evicted so far."""
+    `block_bytes` (the block itself). `spent_bytes` counts the bytes evicted so far. `searches` is how many more
+    containers may be searched for blocks that stay for the sake of others."""
 
     block_bytes: int
     container_bytes: int
     spent_bytes: int = 0
+    searches: int = 16
 
     def covers(self, nbytes: int) -> bool:
         return self.spent_bytes + nbytes <= self.container_bytes + self.block_bytes

@@ -27,6 +27,7 @@ from kvstored.store.transfer.mover import LaneTransfer
 from kvstored.store.transfer.staging import StagedImage
 
 log = logging.getLogger(__name__)
+MAX_ROOMLESS = 4096
 RUN_BYTES, RUN_BLOCKS = 256 << 10, 64  # of one transfer: a thread takes some milliseconds, then others have their turn
 LONG_RUN_BYTES = 6 << 20  # of one that a request waits for, behind others
 
@@ -146,6 +147,7 @@ class Moves(Generic[Kind]):
         self._allocate = allocate
         self.under_way: dict[int, Kind] = {}  # oldest first
         self.without_slot: set[int] = set()  # tokens of those for which room will be made
+        self._roomless: dict[int, None] = {}  # tokens of those for which none could be made, the oldest first
         self._following: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -156,6 +158,13 @@ class Moves(Generic[Kind]):
 
     def find(self, token: int) -> Kind | None:
         return self.under_way.get(token)
+
+    def lacks_room(self, token: int, patience_s: float) -> bool:
+        """Return whether room for the block that `token` names could not be made the last time, or has been sought for
+        `patience_s` seconds."""
+        if token not in self.without_slot:
+            return token in self._roomless
+        return asyncio.get_running_loop().time() >= self.under_way[token].began_s + patience_s
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Future[bool]]:
         """Return the ends of moves under way for the blocks that `tokens` name."""
@@ -238,6 +247,9 @@ class Moves(Generic[Kind]):
             slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
             if slot is None:
                 self._release(move, staged)
+                self._roomless[move.token] = None
+                if len(self._roomless) > MAX_ROOMLESS:
+                    del self._roomless[next(iter(self._roomless))]
                 return Unmoved.NO_ROOM
             if staged is None or not staged.error or self._takes_lossy(self._residency.current(move.token)):
                 self.queue([move], [slot], staged)
@@ -284,6 +296,7 @@ class Moves(Generic[Kind]):
         run = _Run[Kind](link, staged)
         for move, slot in zip(moves, slots, strict=True):
             move.outcome, row = loop.create_future(), residency.current(move.token)
+            self._roomless.pop(move.token, None)
             if not self._is_wanted(move, row):
                 link.destination_tier.free(slot)
                 self._release(move, staged)

@@ -71,8 +71,8 @@ class Promoter:
         self._residency, self._exactness = residency, residency.exactness
         self._links = {link.source: link for link in links}
         self._gated = [link for link in links if link.breaker is not None]
-        self._room = room
-        self._moves: Moves[_Promotion] = Moves(residency, room.allocate)
+        self.room = room
+        self.moves: Moves[_Promotion] = Moves(residency, room.allocate)
         self._counters = counters
         self._flows = flows
         self._prefetch_room_bytes = prefetch_room_bytes
@@ -136,7 +136,7 @@ class Promoter:
         waiting at `due_ns` (monotonic)."""
         residency, answers, fresh = self._residency, list[asyncio.Future[bool]](), list[_Promotion]()
         for row in rows:
-            known = self._moves.find(residency.token(row))
+            known = self.moves.find(residency.token(row))
             if known is not None:
                 answers.append(self._join(known, priority, due_ns))
                 continue
@@ -149,9 +149,9 @@ class Promoter:
             fresh.append(self._new(row, priority, link, due_ns))
             answers.append(fresh[-1].answer)
         for alike in _alike(fresh):
-            is_first = priority is not Priority.PREFETCH and not self._moves.without_slot  # else others wait
+            is_first = priority is not Priority.PREFETCH and not self.moves.without_slot  # else others wait
             nbytes, tenant = alike[0].nbytes, alike[0].tenant
-            self._begin(alike, self._room.allocate_run(len(alike), nbytes, tenant, evicting=is_first))
+            self._begin(alike, self.room.allocate_run(len(alike), nbytes, tenant, evicting=is_first))
         return answers
 
     def _join(self, known: _Promotion, priority: Priority, due_ns: int | None) -> asyncio.Future[bool]:
@@ -176,13 +176,13 @@ class Promoter:
         for promotion in promotions[len(slots) :]:
             if promotion.priority is Priority.PREFETCH:
                 self._seeking.add(promotion.token)
-        self._moves.begin(promotions, self._promote, slots)
+        self.moves.begin(promotions, self._promote, slots)
 
     def give_up(self, token: int) -> None:
         """Note that one caller no longer waits for the promotion of the block that `token` names. When no caller is
         left and the read has not begun, it is cancelled.
         """
-        promotion = self._moves.find(token)
+        promotion = self.moves.find(token)
         if promotion is not None:
             promotion.give_up()
 
@@ -203,11 +203,11 @@ class Promoter:
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
         if link is None or self._prefetch_room_bytes < nbytes:
             return False
-        if residency.token(row) in self._moves or self.is_coming(row):
+        if residency.token(row) in self.moves or self.is_coming(row):
             return False
-        slot = self._room.allocate_now(nbytes, residency.tenant_of(row))
+        slot = self.room.allocate_now(nbytes, residency.tenant_of(row))
         if slot is None:
-            victim = self._room.next_victim(nbytes, residency.tenant_of(row))
+            victim = self.room.next_victim(nbytes, residency.tenant_of(row))
             if victim < 0 or not pays(victim):
                 return False
         promotion = self._new(row, Priority.PREFETCH, link)
@@ -224,7 +224,7 @@ class Promoter:
 
     def is_coming(self, row: int) -> bool:
         """Return whether the block at `row` is in the mapped tier, or is being promoted or put."""
-        known = self._moves.find(self._residency.token(row))
+        known = self.moves.find(self._residency.token(row))
         is_promoted = known is not None and (not known.is_refused or known.is_asked_again)
         return is_promoted or bool(self._residency.state(row, self._residency.mapped))
 
@@ -301,7 +301,7 @@ class Promoter:
         is_mapped = False
         try:
             while True:
-                outcome = await self._moves.copied(promotion)
+                outcome = await self.moves.copied(promotion)
                 self._seeking.discard(promotion.token)
                 row = self._residency.current(promotion.token)
                 if isinstance(outcome, Unmoved):  # its tier was shed, perhaps, and a put brought the block again
@@ -314,7 +314,7 @@ class Promoter:
         finally:
             self._seeking.discard(promotion.token)
             self._hold_room(promotion, -1)
-            self._moves.end(promotion)
+            self.moves.end(promotion)
             if not promotion.answer.done():
                 promotion.answer.set_result(is_mapped)
             if promotion.on_end is not None:
@@ -381,7 +381,7 @@ class Promoter:
     def _follow_mode(self, _part: str) -> None:
         """Let the callers of a tier that is shed have a shorter prefix now, and queued reads give their slots back.
         Reads in flight still end by themselves."""
-        for promotion in list(self._moves.under_way.values()):
+        for promotion in list(self.moves.under_way.values()):
             if promotion.link.is_open:
                 continue
             if not promotion.answer.done():

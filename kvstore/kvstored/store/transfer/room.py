@@ -82,7 +82,7 @@ class Room:
     def next_victim(self, nbytes: int, tenant: int, exclude: Container[int] = ()) -> int:
         """Return the row of the block that would be evicted to store `nbytes` of `tenant`, if those in `exclude` may
         not be. Return -1 when there is none, or when a whole arena or slab would have to be emptied."""
-        is_confined = self._is_over_quota(tenant, nbytes)
+        is_confined = self.is_over_quota(tenant, nbytes)
         row = self._victims.next(exclude, tenant if is_confined else None)
         if row < 0 or is_confined:
             return row
@@ -128,7 +128,7 @@ class Room:
             slot = self.allocate_now(nbytes, tenant, writable=writable)
             if slot is not None:
                 return slot
-            confined = tenant if self._is_over_quota(tenant, nbytes) else None
+            confined = tenant if self.is_over_quota(tenant, nbytes) else None
             refused = NoSlot.NO_ROOM if confined is None else NoSlot.OVER_QUOTA
             row = self._next(passed, confined)
             if row >= 0 and newcomer is not None and self._victims.keeps(row, tenant, newcomer):
@@ -231,7 +231,7 @@ class Room:
         only_here = parent >= 0 and self._residency.tier_mask(parent) == TierSet.of(self._position)
         return {parent} if only_here and not self._eviction.demoter.wants(parent) else set()
 
-    def _is_over_quota(self, tenant: int, nbytes: int) -> bool:
+    def is_over_quota(self, tenant: int, nbytes: int) -> bool:
         """Say whether `nbytes` more would take the tenant over its quota, the most of the tier that it may take: then
         it has to make room from its own blocks."""
         left_bytes = self._left_of_quota(tenant)

@@ -223,7 +223,7 @@ class Coldest:
 
     The order is the policy's, over all containers of the kind `kind`. If the policy takes too long to answer, it is the
     order of the last use of the container's own blocks, the oldest first. Rows in `stuck`, to which the caller adds,
-    are never returned."""
+    are never returned. After `go_on_with` the blocks may be of any kind, and `is_of_any_kind` is True."""
 
     def __init__(
         self,
@@ -240,6 +240,7 @@ class Coldest:
         self._others = AllBut(residency.copies[victims.tier], kind)
         self._others.rows = stuck
         self._oldest: Iterator[int] | None = None
+        self.is_of_any_kind = False
 
     def next(self) -> int:
         """Return the row of the next block to evict, or -1 when there is no more."""
@@ -253,12 +254,22 @@ class Coldest:
         spares = self._victims.policy.spares_minimum
         return next((row for row in self._oldest if row not in rows and may_go(row) and spares(row)), -1)
 
+    def go_on_with(self, tokens: Sequence[int]) -> None:
+        """Have `next` return the blocks that `tokens` name, children before parents: the container's and all that
+        continue their chains in the tier; or none where one of these is held, since what is above it stays."""
+        self.is_of_any_kind = True
+        rows = list(self._still_here(tokens))
+        self._oldest = iter(()) if any(map(self._residency.is_held, rows)) else self._still_here(tokens)
+
     def _by_last_use(self) -> Iterator[int]:
         """Yield children before their parents: a run of blocks is used at once, and a parent whenever its child is."""
-        residency, position = self._residency, self._position
-        rows = rows_in(residency, position, self._container)
+        residency = self._residency
+        rows = rows_in(residency, self._position, self._container)
         rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
-        for token in [residency.token(row) for row in rows]:
-            row = residency.current(token)
-            if row >= 0 and residency.has(row, position):
+        yield from self._still_here([residency.token(row) for row in rows])
+
+    def _still_here(self, tokens: Sequence[int]) -> Iterator[int]:
+        for token in tokens:
+            row = self._residency.current(token)
+            if row >= 0 and self._residency.has(row, self._position):
                 yield row
