@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 from kvstore_client.handshake import GrantedArena, Handshake
 from kvstore_client.memory import (
+    EARLY_REST,
     READ_REST,
-    WRITTEN_REST,
     Bytes,
     EnteredPages,
     map_present,
@@ -27,6 +27,7 @@ from kvstore_client.memory import (
 )
 
 PREFAULT_ARENAS_BYTES = 1 << 30  # page tables for more would be some megabytes of each engine
+EARLY_BYTES = 64 << 20  # of arenas to read, before staging: an engine gets the blocks of a prompt before it puts any
 PREFAULT_GRANT_TIMEOUT_S = 1.0
 PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 
@@ -164,7 +165,7 @@ class WritableArenas(Arenas):
         populate(self.mapped[arena_id], [(offset, length) for offset in offsets if entered.add(offset, length)])
 
     def _open(self, arena_id: int, memory: Bytes, descriptor: int) -> OpenArena:
-        return OpenArena(memory, descriptor, WRITTEN_REST, self._entered[arena_id])
+        return OpenArena(memory, descriptor, EARLY_REST, self._entered[arena_id])
 
     def _request(self, arena_id: int, timeout_s: float) -> GrantedArena | None:
         return self._grants.request_arena(arena_id, timeout_s, writable=True)
@@ -183,8 +184,9 @@ def prefault_all(
     readable: Arenas, writable: WritableArenas, staging: Bytes | None, is_wanted: Callable[[], bool]
 ) -> None:
     """Map the announced arenas and the pages of `staging` before they are needed, while a starting engine loads its
-    model. The arenas of `readable` are mapped to read and, if there is staging, the arenas of `writable` to write.
-    It blocks for some seconds, so it runs in its own thread, and it returns early once `is_wanted()` is False.
+    model: some of the arenas to read, then staging, then the rest. The arenas of `readable` are mapped to read and, if
+    there is staging, the arenas of `writable` to write. It blocks for some seconds, so it runs in its own thread, and
+    it returns early once `is_wanted()` is False.
     """
     with contextlib.ExitStack() as descriptors:
         opened: list[OpenArena] = []
@@ -193,6 +195,12 @@ def prefault_all(
                 opened.append(arena)
                 if not is_wanted():
                     return
+        early_bytes = EARLY_BYTES
+        for arena in opened:
+            if arena.entered is None:
+                early_bytes -= map_present(
+                    arena.memory, arena.descriptor, is_wanted, EARLY_REST, most_bytes=early_bytes
+                )
         if staging is not None:
             prefault(staging, is_wanted)
         left_bytes = sum(len(arena.memory) for arena in opened)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -23,9 +24,9 @@ Bytes = npt.NDArray[np.uint8]
 MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 MADV_POPULATE_WRITE = 23
 SLICE_BYTES = 256 * 1024  # what an arena that is emptied meanwhile may get back of its memory; about 0.1 ms
-# Times as long as a slice took. A put waits for memory that it writes; no call waits for arenas that are only read, and
-# a GiB of those, in each of many clients, is seconds of work.
-WRITTEN_REST, READ_REST = 7, 60
+# Times as long as a slice took. The first calls wait for memory that they write, and for some that they read. A GiB of
+# arenas that are only read, in each of many clients, is seconds of work.
+EARLY_REST, READ_REST = 7, 60
 _libc: ctypes.CDLL | None = None
 
 
@@ -77,7 +78,7 @@ def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
         began = time.monotonic()
         if not is_wanted() or not _madvise(memory, offset, length, MADV_POPULATE_WRITE):
             return
-        time.sleep(WRITTEN_REST * (time.monotonic() - began))
+        time.sleep(EARLY_REST * (time.monotonic() - began))
 
 
 class EnteredPages:
@@ -105,10 +106,12 @@ def map_present(
     is_wanted: Callable[[], bool],
     rest: int = READ_REST,
     entered: EnteredPages | None = None,
+    most_bytes: int = sys.maxsize,
 ) -> int:
     """Enter the pages of `arena` that exist already into this process's page table, as long as `is_wanted()` is True,
-    and return the number of their bytes. After each slice it pauses for `rest` times the time that the slice took. The
-    pages are recorded in `entered`. `descriptor` is the arena's file descriptor.
+    and return the number of their bytes; it ends with the slice that reaches `most_bytes`. After each slice it pauses
+    for `rest` times the time that the slice took. The pages are recorded in `entered`. `descriptor` is the arena's file
+    descriptor.
 
     A first read of an arena takes about twice as long as a later one. But reading a missing page makes it, which counts
     against the daemon's capacity. So the kernel is asked page by page, shortly before each slice, which pages exist;
@@ -116,7 +119,7 @@ def map_present(
     """
     offset = done_bytes = 0
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
-        while is_wanted() and offset < len(arena):
+        while done_bytes < most_bytes and is_wanted() and offset < len(arena):
             offset = os.lseek(descriptor, offset, os.SEEK_DATA)
             began = time.monotonic()
             end = _data_end(descriptor, offset, min(offset + SLICE_BYTES, len(arena)))

@@ -7,14 +7,19 @@ import itertools
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
+from kvstore_client.handshake import GrantedArena, Handshake
 from kvstore_client.memory import (
     SLICE_BYTES,
+    Bytes,
     contiguous_runs,
     map_present,
     map_read_only,
@@ -110,6 +115,50 @@ def test_mapping_what_is_present_stops_when_it_is_no_longer_wanted() -> None:
     answers = iter([True, False])
     assert map_present(writer, descriptor, lambda: next(answers)) == SLICE_BYTES
     os.close(descriptor)
+
+
+def test_mapping_what_is_present_stops_at_the_most_that_is_wanted() -> None:
+    descriptor = memfd(4 * SLICE_BYTES)
+    writer = map_read_write(os.dup(descriptor), 4 * SLICE_BYTES)
+    writer[SLICE_BYTES:] = 7
+    assert map_present(writer, descriptor, lambda: True, most_bytes=2 * SLICE_BYTES) == 2 * SLICE_BYTES
+    assert map_present(writer, descriptor, lambda: True, most_bytes=0) == 0
+    os.close(descriptor)
+
+
+class OneArena:
+    """A handshake that grants the memory behind `descriptor` as every arena."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def request_arena(self, arena_id: int, _timeout_s: float, *, writable: bool = False) -> GrantedArena:
+        return GrantedArena(arena_id, os.fstat(self.descriptor).st_size, os.dup(self.descriptor))
+
+
+def entered_bytes(memory: Bytes) -> int:
+    """Return how many bytes of the mapping of `memory` are in this process's page table."""
+    begin = f"{memory.ctypes.data:x}-"
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
+    return int(next(line for line in lines[first:] if line.startswith("Rss:")).split()[1]) * 1024
+
+
+def test_blocks_that_a_first_get_may_read_are_mapped_before_staging() -> None:
+    descriptor, staging_fd = memfd(2 * SLICE_BYTES), memfd(SLICE_BYTES)
+    map_read_write(os.dup(descriptor), 2 * SLICE_BYTES)[:] = 7
+    grants = cast(Handshake, OneArena(descriptor))
+    arenas = Arenas(grants, [1])
+    staging = map_read_write(os.dup(staging_fd), SLICE_BYTES)
+
+    def is_staging_untouched() -> bool:
+        return not os.fstat(staging_fd).st_blocks
+
+    prefault_all(arenas, WritableArenas(grants, (), is_offered=False), staging, is_staging_untouched)
+    assert not is_staging_untouched()
+    assert entered_bytes(arenas.mapped[1]) == 2 * SLICE_BYTES
+    for each in (descriptor, staging_fd):
+        os.close(each)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 10)), max_size=20))
