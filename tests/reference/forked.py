@@ -33,7 +33,11 @@ PROGRAMS = {
     "kvstore_client.testing.child": ("kvstore_client.entry",),
     "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),
     "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
-    "tests.faults.nvme_writer": ("kvstore_tiers.nvme", "kvstore_tiers.testing.transfers"),
+    "tests.faults.nvme_writer": (
+        "kvstore_tiers.nvme",
+        "kvstore_tiers.testing.transfers",
+        "kvstored.clients.tenants.data_keys",
+    ),
     "tests.vllm.engine_child": ("vllm.entrypoints.llm", "kvstore_connectors.vllm"),
 }
 """What can be forked, and what of it is imported before: also what each start would import later."""
