@@ -118,7 +118,7 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_FORGOTTEN: _MissReason.ValueType  # 10
     """the tier below that had it, which may forget, has it no more"""
     MISS_REASON_NO_ROOM: _MissReason.ValueType  # 11
-    """11 to 13: a put of it was answered with the StoreStatus of this name"""
+    """11 to 13: its put was answered with this StoreStatus; 11, 12: or a get of it, for want of room"""
     MISS_REASON_OVER_QUOTA: _MissReason.ValueType  # 12
     MISS_REASON_DECLINED: _MissReason.ValueType  # 13
     MISS_REASON_LOSSY_ONLY: _MissReason.ValueType  # 14
@@ -140,7 +140,7 @@ MISS_REASON_READ_FAILED: MissReason.ValueType  # 9
 MISS_REASON_FORGOTTEN: MissReason.ValueType  # 10
 """the tier below that had it, which may forget, has it no more"""
 MISS_REASON_NO_ROOM: MissReason.ValueType  # 11
-"""11 to 13: a put of it was answered with the StoreStatus of this name"""
+"""11 to 13: its put was answered with this StoreStatus; 11, 12: or a get of it, for want of room"""
 MISS_REASON_OVER_QUOTA: MissReason.ValueType  # 12
 MISS_REASON_DECLINED: MissReason.ValueType  # 13
 MISS_REASON_LOSSY_ONLY: MissReason.ValueType  # 14
