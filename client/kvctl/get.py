@@ -22,8 +22,7 @@ from kvctl.output import FAILED, MISS, USAGE, CommandError, Output
 from kvctl.target import Target, find_target
 from kvstore_client.memory import Bytes
 from kvstore_client.objects.named import get_head
-from kvstore_client.receipt import NO_ROOM, OVER_QUOTA
-from kvstore_client.results import REASON_LATE
+from kvstore_client.results import MAY_COME, REASON_LATE
 from kvstore_client.session import Session
 from kvstore_console.progress import Progress
 from kvstore_console.units import human_blocks, human_bytes, human_count
@@ -88,8 +87,8 @@ class _Reading:
                 self.blocks += len(lease)
                 self.promoted_bytes += lease.promoted_bytes
                 is_late = time.monotonic() > deadline
-                may_come = ("", REASON_LATE) if is_late else ("", REASON_LATE, NO_ROOM, OVER_QUOTA)
-                if len(lease) < len(part) and lease.reason not in may_come:
+                awaited = (REASON_LATE,) if is_late else MAY_COME
+                if len(lease) < len(part) and lease.reason not in ("", *awaited):
                     self.reason = lease.reason
                     return False
                 if len(lease):

@@ -33,6 +33,7 @@ REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory 
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
 REASON_UNKNOWN = "unknown"  # of a probe: no index, or it is not certain
 REASON_LATE = "late"  # stored, but in a slower tier, and not promoted before the deadline
+MAY_COME = (REASON_LATE, "no_room", "over_quota")  # of a stored block: a later get may find it in DRAM
 REASON_SHORT = "short"  # the prompt is shorter than one block
 REASON_THROTTLED = "throttled"  # of a get: this client holds as many leases as it may
 REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
