@@ -19,6 +19,7 @@ from kvstore_client.memory import (
     READ_REST,
     Bytes,
     EnteredPages,
+    contiguous_runs,
     map_present,
     map_read_only,
     map_read_write,
@@ -161,8 +162,9 @@ class WritableArenas(Arenas):
         written. Each slot begins at one of `offsets` and has `length` bytes. One call for all slots takes a quarter
         of the time that the page faults would take.
         """
-        entered = self._entered[arena_id]
-        populate(self.mapped[arena_id], [(offset, length) for offset in offsets if entered.add(offset, length)])
+        entered, slots = self._entered[arena_id], [(offset, length) for offset in offsets]
+        if not all(entered.has(*run) for run in contiguous_runs(slots)):
+            populate(self.mapped[arena_id], [slot for slot in slots if entered.add(*slot)])
 
     def _open(self, arena_id: int, memory: Bytes, descriptor: int) -> OpenArena:
         return OpenArena(memory, descriptor, EARLY_REST, self._entered[arena_id])

@@ -2,9 +2,10 @@
 
 Blocks that cannot be put in place (no room, another client stores the block, too late) are left to `put`, which uses
 staging. The first slots are held ahead for the put (`slot_requests`), or come from a small reservation, which is
-granted soon; the daemon finds the other slots while the client writes into the first. The last message is small too, so
-that little work is left after it. No block is sent twice. Invariants: a slot is not written after it was sent, nor when
-its reservation is about to end. Slots that were not sent are given back, even if a payload function raises.
+granted soon; the daemon finds the other slots while the client writes into the first. Messages are few, since each
+takes as long on the daemon's one thread as ten blocks do. No block is sent twice. Invariants: a slot is not written
+after it was sent, nor when its reservation is about to end. Slots that were not sent are given back, even if a payload
+function raises.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class InPlacePut(PutPart):
     _reserved: dict[int, _Reserved] = field(default_factory=dict, init=False)  # by number
     _current: _Reserved | None = field(default=None, init=False)
 
-    run_bytes: ClassVar = 13 << 20  # 12 MiB and headers: few messages, see `PutPart`
-    last_bytes: ClassVar = 1 << 20  # the daemon checksums so much without a hand-over to a thread
+    run_bytes: ClassVar = 12 << 20  # the daemon checksums a message of these while the next one is written
     send_every_s: ClassVar = 0.003
 
     def __post_init__(self) -> None:
@@ -178,8 +178,7 @@ class InPlacePut(PutPart):
     # Writing
 
     def _write_into(self, reserved: _Reserved) -> None:
-        """Fill the slots and send them: as many in a message as are written within `send_every_s`, and few in the last
-        one."""
+        """Fill the slots and send them: as many in a message as are written within `send_every_s`."""
         self._current, self._write_until = reserved, min(self._deadline, reserved.usable_until)
         while self._todo and self._write():
             message = self._unsent

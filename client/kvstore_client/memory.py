@@ -93,11 +93,17 @@ class EnteredPages:
 
     def add(self, offset: int, length: int) -> bool:
         """Record the `length` bytes from `offset` as entered. Return True if a part of them was not recorded before."""
-        pieces = self._pieces[offset // self.PIECE_BYTES : -(-(offset + length) // self.PIECE_BYTES)]
-        if pieces.all():
+        if self.has(offset, length):
             return False
-        pieces[:] = True
+        self._of(offset, length)[:] = True
         return True
+
+    def has(self, offset: int, length: int) -> bool:
+        """Return True if all of the `length` bytes from `offset` are recorded."""
+        return bool(self._of(offset, length).all())
+
+    def _of(self, offset: int, length: int) -> npt.NDArray[np.bool_]:
+        return self._pieces[offset // self.PIECE_BYTES : -(-(offset + length) // self.PIECE_BYTES)]
 
 
 def map_present(

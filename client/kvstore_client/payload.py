@@ -111,7 +111,8 @@ def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: 
     """
     destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
     if callable(payload):
-        finish = payload(destination)
+        if (finish := payload(destination)) is None:
+            return None
         if inspect.isawaitable(finish):
             if inspect.iscoroutine(finish):
                 finish.close()

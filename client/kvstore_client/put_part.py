@@ -72,8 +72,7 @@ class PutPart(ABC):
     """The base of the two ways to put blocks: through staging memory, and in place. It writes blocks, sends their keys,
     and enters the daemon's answers into the receipt. Use it once, in the caller's thread. The blocks in `_believed`
     seem to be stored: they are named without being written until the daemon wants their bytes. A message is sent once
-    its blocks have `run_bytes` bytes, or `send_every_s` after the first was begun. The last message has at most
-    `last_bytes` if that is not 0.
+    its blocks have `run_bytes` bytes, or `send_every_s` after the first was begun.
     """
 
     _daemon: DaemonSession
@@ -88,7 +87,6 @@ class PutPart(ABC):
     _sent: deque[StoreMessage] = field(default_factory=deque, init=False)
 
     run_bytes: ClassVar = 24 << 20
-    last_bytes: ClassVar = 0
     send_every_s: ClassVar = 0.001
 
     def __post_init__(self) -> None:
@@ -101,7 +99,6 @@ class PutPart(ABC):
         """Fill the next message while there is room and time. Return False when the message has no block."""
         self._collect_answered()
         message, sent_at = self._unsent, self._clock() + self.send_every_s
-        last = max(1, self.last_bytes // self._slot_bytes) if self.last_bytes else 0
         with PayloadWriter(self._order.payload_bytes) as writer:
             while self._todo and len(message.blocks) < self._daemon.max_keys:
                 block = self._todo[0]
@@ -113,19 +110,14 @@ class PutPart(ABC):
                 elif block in self._written:
                     page, extent = self._written.pop(block)
                     message.add([self._todo.popleft()], [page], extent)
-                elif (
-                    not self._write_run(writer, message, last)
-                    or self._clock() >= sent_at
-                    or self._room_in(message) <= 0
-                    or len(self._todo) == last < len(message.blocks)
-                ):
+                elif not self._write_run(writer, message) or self._clock() >= sent_at or self._room_in(message) <= 0:
                     break
         return bool(message.blocks)
 
-    def _write_run(self, writer: PayloadWriter, message: StoreMessage, last: int) -> bool:
+    def _write_run(self, writer: PayloadWriter, message: StoreMessage) -> bool:
         """Write the next blocks into consecutive slots. Return False when there is no room for one block, or no time
         for all of them."""
-        run = self._take_run(self._run_length(message, last))
+        run = self._take_run(self._run_length(message))
         if run is None:
             return False
         order, size, first, written = self._order, self._slot_bytes, self._todo[0], 0
@@ -148,11 +140,9 @@ class PutPart(ABC):
         """Return how many blocks may still be written for `message`."""
         return max(self.run_bytes // self._slot_bytes, 1) - message.written
 
-    def _run_length(self, message: StoreMessage, last: int) -> int:
+    def _run_length(self, message: StoreMessage) -> int:
         """Return how many of the next blocks are consecutive and have to be written."""
         most = min(max(self._room_in(message), 1), self._daemon.max_keys - len(message.blocks))
-        if last < len(self._todo):
-            most = min(most, len(self._todo) - last)
         first, length = self._todo[0], 0
         for block in self._todo:
             if length == most or block != first + length or block in self._believed or block in self._written:

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from kvstore_client import Session, Slot, by_arrays, in_place, slot_requests
+from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_proto.v1 import admin_pb2
+from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.stopped_client import stopped_client
@@ -172,6 +174,21 @@ def test_blocks_that_are_there_are_not_written(daemon: RunningDaemon, session: S
 def test_a_small_put_takes_the_way_with_fewer_messages(session: Session) -> None:
     receipt = session.put(tokens_of(4, 1), payloads=payloads_of(4, 1, MODEL))
     assert receipt.stored_blocks == 1 and uses_staging(session)
+
+
+def test_blocks_that_are_written_in_time_go_in_one_message(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place.InPlacePut, "send_every_s", 60.0)
+    begin, stores = DaemonSession.begin, list[int]()
+
+    def counted(daemon: DaemonSession, request: wire.Request, deadline_s: float) -> Call:
+        if request.HasField("store"):
+            stores.append(len(request.store.pages))
+        return begin(daemon, request, deadline_s)
+
+    monkeypatch.setattr(DaemonSession, "begin", counted)
+    blocks = BLOCKS + 2
+    receipt = session.put(tokens_of(14, blocks), payloads=payloads_of(14, blocks, MODEL))
+    assert receipt.stored_blocks == blocks and stores == [blocks]
 
 
 def test_a_payload_function_that_raises_leaves_nothing_reserved(daemon: RunningDaemon, session: Session) -> None:

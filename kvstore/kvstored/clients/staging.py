@@ -94,16 +94,19 @@ class ReservedBlocks:
     slot in the reservation, from 0."""
 
     def __init__(self, slots: Mapping[int, Slot], tenant: int, host: HostTier, reservations: Reservations) -> None:
-        self._images = {place: host.slot_segment(slot) for place, slot in slots.items()}
+        one_of = {slot.container: slot for slot in slots.values()}  # the slots of an arena are in one piece of memory
+        self._arenas = {number: host.slot_segment(slot) for number, slot in one_of.items()}  # keep it mapped
+        begins = {number: segment.address - one_of[number].offset for number, segment in self._arenas.items()}
+        self._addresses = {place: begins[slot.container] + slot.offset for place, slot in slots.items()}
         self._left = dict(slots)
         self._tenant = tenant
         self._reservations = reservations
 
     def tokens_of(self, offsets: Sequence[int]) -> list[bytes]:
-        return [tokens_in(self._images[offset].address) for offset in offsets]
+        return [tokens_in(self._addresses[offset]) for offset in offsets]
 
     def payloads_at(self, offsets: Sequence[int]) -> tuple[list[int], object]:
-        return [self._images[offset].address + HEADER_BYTES for offset in offsets], self._images
+        return [self._addresses[offset] + HEADER_BYTES for offset in offsets], self._arenas
 
     def take(self, offset: int) -> Slot:
         """Return the slot at `offset`, which belongs to a block from now on. The caller must attach it to the block's
