@@ -93,7 +93,7 @@ class Generator:
         """
         self.tokenizer.encode("warm up", add_special=False)
         if self._session is not None:
-            self._session.ping()
+            self._engine.restorer.fetcher.warm_up(self._session)
         most = min(PREFILL_STEP_TOKENS, self.executor.limits.max_tokens, self.context)
         pool, count = self.pool, -(-most // self.pool.block_tokens)
         blocks = pool.allocate(count)

@@ -30,7 +30,8 @@ from kvstore_restore.pointers import turn
 _log = logging.getLogger(__name__)
 _LOOKUP_DEADLINE_S, _STREAM_DEADLINE_S = 0.25, 30.0
 _GRACE_S = 0.25  # beyond a lookup's own deadline
-_PORTION_BLOCKS = 8
+_PORTION_BLOCKS = 8  # copied at once, or more if half of the time left is expected to be enough for them
+_LEAST_BLOCK_S = 1e-5
 _SWITCH_CHUNKS = 8.0  # a stream is left for another request's only where that is so much shorter
 _PACE_SHARE, _FIRST_PACE = 0.2, 2.0
 
@@ -254,13 +255,16 @@ class Restorer:
 
     def _copy_mapped(self, restoration: Restoration, lease: KvLease, deadline: float) -> bool:
         """Copy mapped blocks. Return whether the copying has ended, with all of them unless the lease has ended."""
-        begin, first = self._clock(), restoration.next_mapped
+        first, begin = restoration.next_mapped, self._clock()
+        now = begin
+        block_s = max(self._costs.load_s(MAPPED, restoration.chunk_bytes), _LEAST_BLOCK_S)
         while restoration.next_mapped < restoration.mapped_end:
-            end = min(restoration.next_mapped + _PORTION_BLOCKS, restoration.mapped_end)
+            portion = max(_PORTION_BLOCKS, int((deadline - now) / 2 / block_s))
+            end = min(restoration.next_mapped + portion, restoration.mapped_end)
             if not self._filler.fill(restoration, lease, 0, range(restoration.next_mapped, end)):
                 return True
             restoration.next_mapped = end
-            if end < restoration.mapped_end and self._clock() >= deadline:
+            if end < restoration.mapped_end and (now := self._clock()) >= deadline:
                 break
         nbytes = (restoration.next_mapped - first) * restoration.chunk_bytes
         self._costs.observe_load(MAPPED, nbytes, self._clock() - begin)

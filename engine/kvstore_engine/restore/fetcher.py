@@ -114,6 +114,10 @@ class Fetcher:
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
+    def warm_up(self, session: KvSession) -> None:
+        """Start a thread and ping the daemon in it, so that the first request of `session` waits for no set-up."""
+        self._pool().submit(session.ping).result()
+
     def request(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, window_tokens: int = 0
     ) -> Fetch:

@@ -11,8 +11,9 @@ import pytest
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.restore.copies import HostPoolCopies, PoolLoad
 from kvstore_engine.restore.record import RestoreReport
-from kvstore_engine.restore.session import KvSession
+from kvstore_engine.restore.session import KvLease, KvSession
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
@@ -404,6 +405,46 @@ def test_a_stored_block_of_another_size_is_computed(damaged: int) -> None:
     assert outcome.tokens["beside", 0] == answer_alone(_prompt(2, 50), 4)
     _stored(warm)
     assert all(lease.released for lease in session.leases)
+
+
+@pytest.mark.parametrize("budget_s, portions", [(1.0, [20]), (0.0, [8, 8, 4])])
+def test_as_many_blocks_are_copied_at_once_as_there_is_time_for(
+    budget_s: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = _prompt(1, 20 * 64 + 1)
+    session = _holding(prompt)
+    monkeypatch.setattr("kvstore_engine.batching.engine._ALONE_S", budget_s)
+    load, copied = HostPoolCopies.load, list[int]()
+
+    def counted(copies: HostPoolCopies, lease: KvLease, blocks: Any) -> PoolLoad:
+        copied.append(len(blocks))
+        return load(copies, lease, blocks)
+
+    monkeypatch.setattr(HostPoolCopies, "load", counted)
+    assert _report_of(session, prompt).tokens == 20 * 64
+    assert copied == portions
+
+
+def test_the_thread_that_pinged_the_daemon_looks_up_the_first_prompt() -> None:
+    threads = dict[str, int]()
+
+    class Watched(MemorySession):
+        def ping(self) -> float | None:
+            threads["ping"] = threading.get_ident()
+            return super().ping()
+
+        def get(self, tokens: Any, **options: Any) -> Any:
+            threads["get"] = threading.get_ident()
+            return super().get(tokens, **options)
+
+    session = Watched(_session().block_bytes)
+    warm = _engine(session)
+    warm.restorer.fetcher.warm_up(session)
+    assert threads["ping"] != threading.get_ident()
+    warm.add(request("first", _prompt(1, 130), 2))
+    run(warm)
+    assert threads["get"] == threads["ping"]
+    _stored(warm)
 
 
 def test_what_must_be_promoted_is_waited_for_by_its_own_request_only() -> None:
