@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.ladders import Ladder
 from kvstore_predictor.prior import Prior, write
 from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.readers import ReadOptions, read_trace

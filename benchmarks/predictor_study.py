@@ -5,9 +5,10 @@
 
 How guesses are judged: `kvstore_simulator.judging`. For each horizon: how many guesses, how many came true, ECE (10
 bins), log loss against the mean's, Brier score, precision and recall (among the guesses) at a few thresholds.
-Then what an event costs, what a request waits for it (the predictor learns from it afterwards), and the memory for a
-million blocks, measured on a made-up workload. With --model also `learned`, with that model; it must have been trained
-with nothing of what is judged.
+Then the processor time of an event, and of finding and keeping the request's session alone (`possible`); what a
+request waits for the event (the predictor learns from it afterwards); and the memory for a million blocks, measured on
+a made-up workload. With --model also `learned`, with that model; it must have been trained with nothing of what is
+judged.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
+from kvstore_predictor.sessions import AwaitedReturns
 from kvstore_simulator.judging import judge
 from kvstore_simulator.readers import ReadOptions, read_trace
-from kvstore_simulator.trace import Trace, TraceBuilder
+from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.model_file import read_model
 
@@ -44,12 +46,12 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
 
 
 def timed(call: Callable[..., Any], took_us: list[float]) -> Callable[..., Any]:
-    """Return `call`, whose microseconds are noted in `took_us` each time."""
+    """Return `call`, whose microseconds of processor time are noted in `took_us` each time."""
 
     def run(*arguments: Any) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         answer = call(*arguments)
-        took_us.append((time.perf_counter() - began) * 1e6)
+        took_us.append((time.thread_time() - began) * 1e6)
         return answer
 
     return run
@@ -66,8 +68,29 @@ def judged(trace: Trace, predictor: Predictor, learn: float, questions: int) -> 
     mean, (half, most) = float(np.mean(events_us)), np.percentile(events_us, (50, 99)).tolist()
     asking = float(np.median(asked_us)) if asked_us else 0.0
     waits = float(np.percentile(waits_us(trace, predictor), 99))
-    figures["us"] = {"event mean": mean, "p50": half, "p99": most, "a request waits p99": waits, "question": asking}
+    figures["us"] = {
+        "event mean": mean, "possible": float(np.mean(possible_us(trace))), "p50": half, "p99": most,
+        "a request waits p99": waits, "question": asking,
+    }  # fmt: skip
     return figures
+
+
+def possible_us(trace: Trace) -> list[float]:
+    """Return how many microseconds it takes to find the session of each request of `trace`, and to keep it."""
+    sessions, took_us = AwaitedReturns(1 << 16), list[float]()
+
+    def keep(tenant: int, keys: list[bytes]) -> None:
+        slot, known = sessions.find(tenant, keys)
+        if slot >= 0:
+            sessions.drop(slot)
+        sessions.length[sessions.take(tenant, keys, 0, known)] = len(keys)
+
+    kept, keys = timed(keep, took_us), [trace.key(block) for block in range(trace.distinct_blocks)]
+    for at in range(trace.requests):
+        blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
+        if blocks and trace.ops[at] != Op.PUT:
+            kept(int(trace.tenants[at]), [keys[block] for block in blocks])
+    return took_us
 
 
 def waits_us(trace: Trace, predictor: Predictor) -> list[float]:

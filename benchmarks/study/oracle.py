@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.ladders import Ladder
 from kvstore_simulator.policies import POLICIES
 from kvstore_simulator.policies.clairvoyant import next_uses
 from kvstore_simulator.trace import Trace

@@ -25,7 +25,8 @@ _LEAN_S = 10.0
 _INNER_EDGES = EDGES_S[1:]
 _NARROW = 12  # bins
 SHARE_A_S: Floats = np.where(np.arange(BINS) < _NARROW, 1.0 / WIDTHS_S, 0.0)
-_ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1])]
+ENDS_S: Floats = np.append(_INNER_EDGES, EDGES_S[-1] + WIDTHS_S[-1])
+_ENDS_S: list[float] = ENDS_S.tolist()
 
 
 def bins_of(ages_s: Floats) -> Ints:
@@ -47,7 +48,7 @@ def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
 
 def passed_by(ages_s: Floats) -> Ints:
     """Return for each age in seconds the number of age bins that end at or before it."""
-    return np.searchsorted(_ENDS_S, ages_s, side="right")
+    return np.searchsorted(ENDS_S, ages_s, side="right")
 
 
 def passed(age_s: float) -> int:

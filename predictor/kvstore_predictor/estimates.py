@@ -23,6 +23,7 @@ import numpy as np
 from kvstore_cuda.host_copies import address_of
 from kvstore_cuda.native_library import NativeLibrary, has_avx2, is_x86
 from kvstore_predictor.ages import BINS, EDGES_S, WIDTHS_S, Floats, Ints
+from kvstore_predictor.base import untouched
 
 NATIVE_VARIABLE = "KVSTORED_NATIVE_HAZARDS"  # 0: NumPy alone
 LEAST, MOST = 1e-7, 0.999
@@ -51,10 +52,12 @@ def _made() -> ct.CDLL:
     place, size = ct.c_void_p, ct.c_int64
     found.kv_estimate.argtypes = (size, size, size, place, place, ct.c_double, *[place] * 5)
     found.kv_ranks.argtypes = (size, place, place, place)
-    found.kv_make.argtypes = (size, place, size, size, place, place, ct.c_double, *[place] * 7)
+    real = ct.c_double
+    found.kv_make.argtypes = (size, place, size, size, place, place, real, *[place] * 6, size, *[place] * 3)
     found.kv_count.argtypes = (size, size, *[place] * 6)
     found.kv_estimate.restype = found.kv_ranks.restype = found.kv_make.restype = found.kv_count.restype = None
-    real = ct.c_double
+    found.kv_seen.argtypes, found.kv_seen.restype = (size, size, place, place, place, size, *[place] * 6), None
+    found.kv_age.argtypes, found.kv_age.restype = (size, size, real, *[place] * 5, size, *[place] * 4), size
     found.kv_worths.argtypes = (
         size, size, size, real, *[place] * 9, size, *[place] * 5, real, real, *[place] * 7, size,
     )  # fmt: skip
@@ -83,24 +86,41 @@ def estimated(counts: Floats, paths: Ints, gain: float, weights: Floats) -> tupl
     return found, mixed
 
 
-def make(
-    cells: Ints, counts: Floats, paths: Ints, gain: float, weights: Floats, estimates: Floats, mixed: Floats,
-    best: Floats | None,
-) -> None:  # fmt: skip
-    """Set the entries of the classes `cells` in `estimates` and `mixed` to what `estimated` returns for them, and those
-    in `best` (None: not wanted) to their `ranks`. `paths` has all classes, as the others have.
+class ClassEstimates:
+    """The estimates of all classes: by class and ladder in `by_ladder`, by class alone in `mixed`, and the `ranks` that
+    follow. `paths` names the nodes of each class; after a void node there is no other. Compiled code remembers the
+    estimates of nodes, which several classes share, as long as the counts keep their version.
     """
-    library = native.get()
-    if library is None:
-        estimates[cells], mixed[cells] = _estimated(counts, paths[cells], gain, weights)
-        if best is not None:
-            best[cells] = _ranks(mixed[cells])
-        return
-    library.kv_make(
-        len(cells), address_of(cells), *paths.shape[1:], address_of(paths), address_of(counts), gain, _SETTINGS_AT,
-        _FLAT_AT, _WIDTHS_AT, address_of(weights), address_of(estimates), address_of(mixed),
-        0 if best is None else address_of(best),
-    )  # fmt: skip
+
+    def __init__(self, paths: Ints, by_ladder: Floats, mixed: Floats, ranks: Floats) -> None:
+        self._paths, self._by_ladder, self._mixed, self._ranks = paths, by_ladder, mixed, ranks
+        self._paths_at, *self._made_at = map(address_of, (paths, by_ladder, mixed, ranks))
+        self._counts: Floats | None = None
+        self._known, self._as_of = np.empty((0, 2, BINS)), np.empty((0, 2), np.int64)
+        self._nodes_at = 0, 0, 0  # where the counts are, what is known of them, and as of which version
+
+    def make(
+        self, cells: Ints, counts: Floats, gain: float, version: int, weights: Floats, *, with_ranks: bool
+    ) -> None:
+        """Set the entries of the classes `cells` to what `estimated` and `ranks` return for them; the `version` of the
+        `counts` has another number whenever they, or the `gain`, have changed.
+        """
+        library = native.get()
+        if library is None:
+            self._by_ladder[cells], self._mixed[cells] = _estimated(counts, self._paths[cells], gain, weights)
+            if with_ranks:
+                self._ranks[cells] = _ranks(self._mixed[cells])
+            return
+        if self._counts is not counts:
+            self._counts, nodes = counts, len(counts)
+            self._known, self._as_of = untouched(nodes, 2, BINS), untouched(nodes, 2).view(np.int64)
+            self._nodes_at = address_of(counts), address_of(self._known), address_of(self._as_of)
+        (counts_at, known_at, as_of_at), (by_ladder_at, mixed_at, ranks_at) = self._nodes_at, self._made_at
+        library.kv_make(
+            len(cells), address_of(cells), *self._paths.shape[1:], self._paths_at, counts_at, gain, _SETTINGS_AT,
+            _FLAT_AT, _WIDTHS_AT, address_of(weights), known_at, as_of_at, version, by_ladder_at, mixed_at,
+            ranks_at if with_ranks else 0,
+        )  # fmt: skip
 
 
 def count(counts: Floats, paths: Ints, cells: Ints, bins: Ints, exposed: Floats, returned: Floats) -> None:

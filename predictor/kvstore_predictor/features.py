@@ -52,6 +52,9 @@ class Features(NamedTuple):
     next_step: int = 0
 
 
+_made = tuple.__new__  # quicker than `Features()`: these are made at each request
+
+
 def continued(
     new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None, type_number: int = 0
 ) -> Features:
@@ -60,11 +63,11 @@ def continued(
     the chain. `text_tokens`: the number of tokens that the user added. The length of the answer is not known yet, and
     never becomes known if no engine reports it.
     """
-    return Features(
+    return _made(Features, (
         1, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), bisect_right(_TURNS, turn), AWAITED,
         1 + bisect_right(_GAP_S, gap_s), 1 + bisect_right(_GAP_S, pace_s),
-        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number,
-    )  # fmt: skip
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number, 0, 0,
+    ))  # fmt: skip
 
 
 def begun(
@@ -74,10 +77,10 @@ def begun(
     `text_tokens` is the number of tokens of its prompt, or None. `is_branch` says that the chain shares two blocks or
     more with others.
     """
-    return Features(
+    return _made(Features, (
         2 if is_branch else 0, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), 0, AWAITED, 0, 0,
-        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number,
-    )  # fmt: skip
+        0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number, 0, 0,
+    ))  # fmt: skip
 
 
 def grown(features: Features, new_blocks: int, length: int) -> Features:
@@ -89,7 +92,8 @@ def grown(features: Features, new_blocks: int, length: int) -> Features:
 
 
 def with_answer(features: Features, output_tokens: int) -> Features:
-    return Features(*features[:4], 1 + bisect_right(_ANSWER_TOKENS, output_tokens), *features[5:])  # often called
+    kind, new_blocks, length, turn, _, *others = features
+    return _made(Features, (kind, new_blocks, length, turn, 1 + bisect_right(_ANSWER_TOKENS, output_tokens), *others))
 
 
 def with_hint(features: Features, hint: HintFeatures) -> Features:

@@ -10,32 +10,69 @@ namespace {
 
 constexpr int kBins = 24;
 
+// One step from a coarse class to a finer one: `estimate` shrinks the finer class's own `exposed` towards what it is.
+void Step(bool is_first, const double* exposed, double gain, const double* settings, const double* flat,
+          double* estimate) {
+  const double first = gain * settings[0], shrink = gain * settings[1], events = gain * settings[2];
+  const double* returned = exposed + kBins;
+  for (int bin = 0; is_first && bin < kBins; ++bin) {
+    estimate[bin] = (returned[bin] + first * flat[bin]) / (exposed[bin] + first);
+  }
+  for (int bin = 0; !is_first && bin < kBins; ++bin) {
+    const double weight = std::max(events / estimate[bin], shrink);
+    estimate[bin] = (estimate[bin] * weight + returned[bin]) / (weight + exposed[bin]);
+  }
+}
+
+// Write a ladder's `found` to `estimates`, and add its share to `mixed`.
+void Mix(bool is_first, const double* found, double weight, double* estimates, double* mixed) {
+  for (int bin = 0; bin < kBins; ++bin) {
+    estimates[bin] = found[bin];
+    const double share = weight * found[bin];
+    mixed[bin] = is_first ? share : mixed[bin] + share;
+  }
+}
+
 // The hazards of one class by ladder into `estimates`, and their sum by `weights` into `mixed`. `paths` has the nodes
 // of the class, by ladder and step; `counts` the exposed and the returned by node and bin.
 void Estimate(int64_t ladders, int64_t steps, const int64_t* paths, const double* counts, double gain,
               const double* settings, const double* flat, const double* weights, double* estimates, double* mixed) {
-  const double first = gain * settings[0], shrink = gain * settings[1], events = gain * settings[2];
-  const double least = settings[3], most = settings[4];
   for (int64_t ladder = 0; ladder < ladders; ++ladder, paths += steps, estimates += kBins) {
-    const double* exposed = counts + paths[0] * 2 * kBins;
-    const double* returned = exposed + kBins;
     double estimate[kBins];
-    for (int bin = 0; bin < kBins; ++bin) {
-      estimate[bin] = (returned[bin] + first * flat[bin]) / (exposed[bin] + first);
+    for (int64_t step = 0; step < steps; ++step) {
+      Step(step == 0, counts + paths[step] * 2 * kBins, gain, settings, flat, estimate);
     }
-    for (int64_t step = 1; step < steps; ++step) {
-      exposed = counts + paths[step] * 2 * kBins;
-      returned = exposed + kBins;
-      for (int bin = 0; bin < kBins; ++bin) {
-        const double weight = std::max(events / estimate[bin], shrink);
-        estimate[bin] = (estimate[bin] * weight + returned[bin]) / (weight + exposed[bin]);
+    for (double& each : estimate) each = std::min(std::max(each, settings[3]), settings[4]);
+    Mix(ladder == 0, estimate, weights[ladder], estimates, mixed);
+  }
+}
+
+// The same where `known` has the estimates of each node: after its own step, and after all steps of a ladder that ends
+// there. `as_of` has the `version` of the counts that each was made of.
+void EstimateByNodes(int64_t ladders, int64_t steps, const int64_t* paths, const double* counts, double gain,
+                     const double* settings, const double* flat, const double* weights, double* estimates,
+                     double* mixed, double* known, int64_t* as_of, int64_t version) {
+  for (int64_t ladder = 0; ladder < ladders; ++ladder, paths += steps, estimates += kBins) {
+    int64_t depth = 1;  // the nodes of a path come first, and the void node stands for the steps that it lacks
+    while (depth < steps && paths[depth] != 0) ++depth;
+    const int64_t end = 2 * paths[depth - 1] + 1;
+    if (as_of[end] != version) {
+      double estimate[kBins];
+      int64_t step = depth;
+      while (step > 0 && as_of[2 * paths[step - 1]] != version) --step;
+      if (step > 0) std::copy_n(known + 2 * paths[step - 1] * kBins, kBins, estimate);
+      for (; step < steps; ++step) {
+        Step(step == 0, counts + (step < depth ? paths[step] : 0) * 2 * kBins, gain, settings, flat, estimate);
+        if (step >= depth) continue;
+        std::copy_n(estimate, kBins, known + 2 * paths[step] * kBins);
+        as_of[2 * paths[step]] = version;
       }
+      for (int bin = 0; bin < kBins; ++bin) {
+        known[end * kBins + bin] = std::min(std::max(estimate[bin], settings[3]), settings[4]);
+      }
+      as_of[end] = version;
     }
-    for (int bin = 0; bin < kBins; ++bin) {
-      estimates[bin] = std::min(std::max(estimate[bin], least), most);
-      const double share = weights[ladder] * estimates[bin];
-      mixed[bin] = ladder == 0 ? share : mixed[bin] + share;
-    }
+    Mix(ladder == 0, known + end * kBins, weights[ladder], estimates, mixed);
   }
 }
 
@@ -83,30 +120,81 @@ void kv_ranks(int64_t classes, const double* hazards, const double* widths, doub
   for (int64_t at = 0; at < classes; ++at) Rank(hazards + at * kBins, widths, best + at * kBins);
 }
 
-// Both for some `cells` of tables: `paths`, `estimates`, `mixed` and `ranks` (null: not wanted) have all of them.
+// Both for some `cells` of tables: `paths`, `estimates`, `mixed` and `ranks` (null: not wanted) have all of them;
+// `known` and `as_of` are as above.
 void kv_make(int64_t count, const int64_t* cells, int64_t ladders, int64_t steps, const int64_t* paths,
              const double* counts, double gain, const double* settings, const double* flat, const double* widths,
-             const double* weights, double* estimates, double* mixed, double* ranks) {
+             const double* weights, double* known, int64_t* as_of, int64_t version, double* estimates, double* mixed,
+             double* ranks) {
   for (int64_t at = 0; at < count; ++at) {
     const int64_t cell = cells[at];
-    Estimate(ladders, steps, paths + cell * ladders * steps, counts, gain, settings, flat, weights,
-             estimates + cell * ladders * kBins, mixed + cell * kBins);
+    EstimateByNodes(ladders, steps, paths + cell * ladders * steps, counts, gain, settings, flat, weights,
+                    estimates + cell * ladders * kBins, mixed + cell * kBins, known, as_of, version);
     if (ranks != nullptr) Rank(mixed + cell * kBins, widths, ranks + cell * kBins);
   }
 }
 
-// Add `exposed` and `returned`, seen of a class of `cells` in an age bin of `bins`, to `counts` at each of the `nodes` that
-// `paths` has of the class.
+// Add `exposed` and `returned`, seen of a class of `cells` in an age bin of `bins`, to `counts` at each of the `nodes`
+// that `paths` has of the class, but for the void node.
 void kv_count(int64_t seen, int64_t nodes, const int64_t* paths, const int64_t* cells, const int64_t* bins,
               const double* exposed, const double* returned, double* counts) {
   for (int64_t at = 0; at < seen; ++at) {
     const int64_t* path = paths + cells[at] * nodes;
     for (int64_t step = 0; step < nodes; ++step) {
+      if (path[step] == 0) continue;
       double* place = counts + path[step] * 2 * kBins + bins[at];
       place[0] += exposed[at];
       if (returned[at] != 0.0) place[kBins] += returned[at];
     }
   }
+}
+
+// Take what was seen (`late`, by bin: got through, returned) of the first `most` of `classes` that is `is_late`: the
+// classes go to `cells`, `bins`, the numbers and the `estimates` of the `ladders` to `through`, `returned` and `found`.
+// `counts` gets how many classes there were, and how many entries.
+void kv_seen(int64_t most, int64_t classes, uint8_t* is_late, double* late, const double* estimates, int64_t ladders,
+             int64_t* cells, int64_t* bins, double* through, double* returned, double* found, int64_t* counts) {
+  int64_t folded = 0, seen = 0;
+  for (int64_t cell = 0; cell < classes && folded < most; ++cell) {
+    if (is_late[cell] == 0) continue;
+    is_late[cell] = 0;
+    ++folded;
+    double* row = late + cell * 2 * kBins;
+    for (int64_t bin = 0; bin < kBins; ++bin) {
+      if (row[bin] == 0.0 && row[kBins + bin] == 0.0) continue;
+      cells[seen] = cell;
+      bins[seen] = bin;
+      through[seen] = row[bin];
+      returned[seen] = row[kBins + bin];
+      for (int64_t ladder = 0; ladder < ladders; ++ladder) {
+        found[seen * ladders + ladder] = estimates[(cell * ladders + ladder) * kBins + bin];
+      }
+      ++seen;
+    }
+    std::fill(row, row + 2 * kBins, 0.0);
+  }
+  counts[0] = folded;
+  counts[1] = seen;
+}
+
+// Of the chains from `first` to `last` that are `live`, note in `used_in` that their `cells` are in use in `epoch`, and
+// count in `late` the age bins that they have got through by `now_s`, by the `ends_s` of bins, since those `reached`.
+// `found` gets the chains. Return how many there are.
+int64_t kv_age(int64_t first, int64_t last, double now_s, const uint8_t* live, const int32_t* cells, int32_t* reached,
+               const double* used_s, const double* ends_s, int64_t epoch, int64_t* used_in, uint8_t* is_late,
+               double* late, int64_t* found) {
+  int64_t count = 0;
+  for (int64_t chain = first; chain < last; ++chain) {
+    if (live[chain] == 0) continue;
+    found[count++] = chain;
+    const int64_t cell = cells[chain];
+    used_in[cell] = epoch;
+    const int64_t passed = std::upper_bound(ends_s, ends_s + kBins, now_s - used_s[chain]) - ends_s;
+    if (reached[chain] >= passed) continue;
+    is_late[cell] = 1;
+    while (reached[chain] < passed) late[cell * 2 * kBins + reached[chain]++] += 1.0;
+  }
+  return count;
 }
 
 // The worth of the last block (`tails`, a row) of each chain from `begin` to `end` that is of `tenant` (below 0: any)

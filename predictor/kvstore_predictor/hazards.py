@@ -10,7 +10,7 @@ of last use (`lean`).
 Observations are gathered by cell and bin first; `fold` adds a part of them to the counts, `make` recomputes the ranks
 of some cells. Until then a new cell has the ranks of a coarser one, unless an engine gave a hint about it.
 
-The module owns cells (distinct features), their counts and ranks. It knows no rows and no time. Bounded: of
+The module owns cells (distinct features) and their ranks. It knows no rows and no time. Bounded: of
 `_CELLS_MAX` cells, those without chains are reused; while all are taken, new ones are distinguished by their coarse
 features only. The time of a call does not grow with the number of cells.
 """
@@ -18,7 +18,7 @@ features only. The time of a call does not grow with the number of cells.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,45 +26,24 @@ import numpy.typing as npt
 from kvstore_cuda.host_copies import address_of
 from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of
 from kvstore_predictor.base import Piece, State, untouched
-from kvstore_predictor.estimates import LEAST, MOST, count, estimated, make, ranks
-from kvstore_predictor.features import AWAITED, Features, coarse, taking, unhinted
+from kvstore_predictor.estimates import LEAST, MOST, ClassEstimates, estimated, ranks
+from kvstore_predictor.features import Features, coarse, unhinted
+from kvstore_predictor.ladders import COPIED, STEPS_MAX, Ladder, Nodes
+from kvstore_predictor.observations import FOLDED, LATE, Observations
 
 _CELLS_MAX = 16384
-_STEPS_MAX = 6  # of a ladder: the root and five features
 TRUST = 0.05  # how sharply likelihood separates ladders; cells are not independent of each other
 EVIDENCE_DECAY = 2.0
 _BEHIND_MAX = 120.0  # how far a ladder falls behind the best: when the workload changes it has to catch up
 _FAST_DECAY = 10.0  # times the others', of a ladder of no features
 _STARTS_BEHIND = 30.0  # such a ladder: it is believed once it has foretold better than the others
 _LEAN = 1.5  # `ages.leaning`, where ages alone are believed
-_FOLDED, _MADE = 48, 64  # cells a call
-_NODES_FIRST = 1 << 14  # memory that is not touched costs nothing, and a growing array is copied
-GAIN_MAX = 1e12
-COPIED = 128  # steps or cells copied between two pauses: 0.3 ms
-STEP = np.dtype([("path", "i1", (_STEPS_MAX,)), ("counts", "f4", (2, BINS))])  # ladder and features
-LATE = np.dtype([("cell", "i4"), ("seen", "f4", (2, BINS))])
-_PADDING = (PADDING := -2,) * (_STEPS_MAX - 1)
+_MADE = 64  # cells a call
 KINDS = 3
 _COARSE_MAX = 512  # cells that are left for coarse features
 _FREED = 256  # cells a renewal, once most are taken,
 _UNUSED_EPOCHS = 2  # that no chain has been of for so many
 ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0, text=0, type=0)
-
-
-class Ladder:
-    """Counts of chains by ever finer classes, which the features in `order` divide from coarse to fine."""
-
-    def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
-        self.order = tuple(order)
-        self.counts = dict(counts or {})
-
-
-def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> list[Ladder]:
-    """Return ladders (counts by ever finer classes) with these `orders` of features, filled with the table `steps`."""
-    found = [Ladder(order) for order in orders]
-    for (number, *path), counts in zip(steps["path"].tolist(), steps["counts"].astype(np.float64), strict=True):
-        found[number].counts[tuple(at for at in path if at != PADDING)] = counts
-    return found
 
 
 class HazardTables:
@@ -75,79 +54,48 @@ class HazardTables:
     def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
         self._is_ranked = ranked
-        self.orders: list[tuple[str, ...]] = []  # of the ladders
-        self._taken: list[Callable[[Features], tuple[int, ...]]] = []  # the features that each order takes
-        self._steps: list[dict[tuple[int, ...], bytes]] = []  # by ladder and these: the nodes, as in `_paths`
-        self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
-        self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
-        # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
-        self._counts = untouched(_NODES_FIRST, 2, BINS)  # times the gain
-        self._gain = 1.0  # what one chain counts now
+        self._nodes = Nodes(ladders)
+        self.orders = self._nodes.orders  # of the ladders
         self._cells: dict[Features, int] = {}
         self._is_wanted = bytearray(_CELLS_MAX)  # cells whose ranks are to be made anew
-        self._epoch = 1
+        self.epoch = 1
         self._features: list[Features] = []  # by cell
         self._free: list[int] = []
         self._used_in: Ints = untouched(_CELLS_MAX).view(np.int64)  # by cell: the last epoch in which a chain was of it
         self._epoch_of = array("q", bytes(8 * _CELLS_MAX))  # by cell: when its ranks were made, or asked for
         self._asked: list[int] = []  # cells in use that are of an epoch before, or stand in for coarser ones
-        self._is_late = bytearray(_CELLS_MAX)  # cells of which something was seen
-        self._late = untouched(_CELLS_MAX, 2, BINS)  # got through, returned
-        self._late_one_by_one = self._late.reshape(-1).data.cast("B").cast("d")
         # By cell, the nodes of each ladder and its hazards as of the same time as the ranks. What no cell has touched
         # costs no memory.
-        self._paths: Ints = untouched(_CELLS_MAX, len(ladders), _STEPS_MAX).view(np.int64)
+        self._paths: Ints = untouched(_CELLS_MAX, len(ladders), STEPS_MAX).view(np.int64)
         self._packed_paths = self._paths.reshape(-1).data.cast("B")
         self._estimates = untouched(_CELLS_MAX, len(ladders), BINS)
+        self.seen = Observations(_CELLS_MAX, self._estimates)
+        self.passed, self.returned = self.seen.passed, self.seen.returned
+        self.written_at = address_of(self._used_in), *self.seen.places  # by those who count ages
         self._mixed = untouched(_CELLS_MAX, BINS)  # of all ladders, before what a hint adds
         self._ranks = untouched(_CELLS_MAX, BINS)
         self.ranks_at = address_of(self._ranks)
+        self._made = ClassEstimates(self._paths, self._estimates, self._mixed, self._ranks)
         self._hints: Ints = untouched(2, _CELLS_MAX).view(np.int64)  # chance and next step
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         self._weighed, self._weights, self._next_lean = b"", self.evidence, 0.0  # the evidence that they follow
-        for ladder in ladders:
-            self._learn_by(ladder)
-        self._classless = [number for number, order in enumerate(self.orders) if not order]
-        self.evidence[self._classless] = -_STARTS_BEHIND
+        self.evidence[self._nodes.classless] = -_STARTS_BEHIND
         for kind in range(KINDS):
             self._make(np.array([self._add(ROOT._replace(kind=kind))]))
 
-    def _learn_by(self, ladder: Ladder) -> None:
-        number, first = len(self.orders), len(self._names) + 1
-        self.orders.append(ladder.order)
-        self._taken.append(taking(ladder.order))
-        self._steps.append({})
-        names = [(number, path) for path in ladder.counts]  # none is known: the number is new
-        self._names += names
-        self._nodes.update(zip(names, range(first, first + len(names)), strict=True))
-        while len(self._names) >= len(self._counts):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._counts[first : first + len(names)] = [*ladder.counts.values()] or 0.0
-
     def counts(self) -> list[Ladder]:
         """Return the present ladders (counts of chains by ever finer classes)."""
-        found = [Ladder(order) for order in self.orders]
-        for (number, path), node in self._nodes.items():
-            found[number].counts[path] = self._counts[node] / self._gain
-        return found
+        return self._nodes.ladders()
 
     def copied(self) -> Iterator[Piece]:
         """Yield the learned state as pairs of a table's name and a part of that table."""
-        for first in range(0, len(self._names), COPIED):
-            names = self._names[first : first + COPIED]
-            part = np.empty(len(names), STEP)
-            part["path"] = [(number, *path, *_PADDING[len(path) :]) for number, path in names]
-            part["counts"] = self._counts[first + 1 : first + 1 + len(names)] / self._gain
-            yield "steps", part[part["counts"].any(axis=(1, 2))]
+        for part in self._nodes.copied():
+            yield "steps", part
         for first in range(0, len(self._features), COPIED):
             yield "cells", np.array(self._features[first : first + COPIED], np.int8)
-        late = np.flatnonzero(np.frombuffer(self._is_late, np.uint8))
-        for first in range(0, len(late), COPIED):
-            part = np.empty(len(late[first : first + COPIED]), LATE)
-            part["cell"] = late[first : first + COPIED]
-            part["seen"] = self._late[part["cell"]]
+        for part in self.seen.copied():
             yield "late", part
         yield "evidence", self.evidence.copy()
         yield "kinds", np.append(self._estimates[:KINDS], self._mixed[:KINDS, None], axis=1)
@@ -166,9 +114,7 @@ class HazardTables:
         for number, factors in enumerate(self._hint_factors):
             factors.restore(state[f"factors{number}"])
         late = state.get("late", np.empty(0, LATE))
-        cells = numbers[late["cell"]]
-        np.add.at(self._late, cells, late["seen"])
-        np.frombuffer(self._is_late, np.uint8)[cells] = 1
+        self.seen.restore(numbers[late["cell"]], late["seen"])
         np.frombuffer(self._is_wanted, np.uint8)[KINDS : len(self._features)] = 1
         while self.make():
             pass
@@ -187,11 +133,19 @@ class HazardTables:
                 features = ROOT._replace(kind=features.kind)
                 found = cells[features]
         if found is not None:
-            self._used_in[found] = self._epoch
-            if self._epoch_of[found] != self._epoch:
+            self._used_in[found] = self.epoch
+            if self._epoch_of[found] != self.epoch:
                 self._ask(found, features)
             return found
         found = self._add(features)
+        if self._is_ranked:  # else the estimates are read once they are made, or made for who reads them
+            self._stand_in(found, features)
+        self._ask(found, features)
+        return found
+
+    def _stand_in(self, found: int, features: Features) -> None:
+        """Let the new cell `found` have the ranks of a coarser one for a while."""
+        cells = self._cells
         like = cells.get(unhinted(features)) if features.chance or features.next_step else found
         if like is None or like == found:
             like = cells.get(coarse(features))
@@ -199,14 +153,12 @@ class HazardTables:
             like = cells[ROOT._replace(kind=features.kind)]
         for column in (self._estimates, self._mixed, self._ranks):
             column[found] = column[like]
-        self._ask(found, features)
-        return found
 
     def _ask(self, cell: int, features: Features) -> None:
         """Ask for the cell's ranks to be recomputed. If an engine gave a hint, that happens at once, at most once an
         epoch; otherwise it would come too late.
         """
-        self._epoch_of[cell] = self._epoch
+        self._epoch_of[cell] = self.epoch
         if features.chance or features.next_step:
             self._make(np.array([cell]))
         else:
@@ -220,68 +172,28 @@ class HazardTables:
             found = len(self._features)
             self._features.append(features)
         self._cells[features] = found
-        self._used_in[found] = self._epoch
-        paths = []
-        for number, (take, steps) in enumerate(zip(self._taken, self._steps, strict=True)):
-            taken = take(features)
-            paths.append(steps.get(taken) or self._path(number, taken))
-        self._packed_paths[found * (size := len(paths) * 8 * _STEPS_MAX) : (found + 1) * size] = b"".join(paths)
+        self._used_in[found] = self.epoch
+        paths = self._nodes.paths(features)
+        self._packed_paths[found * (size := len(paths)) : (found + 1) * size] = paths
         self._hints[0, found], self._hints[1, found] = features.chance, features.next_step
         return found
 
-    def _path(self, number: int, taken: tuple[int, ...]) -> bytes:
-        """Return the nodes of a ladder's steps for the features `taken`, which are new to it."""
-        known = taken.index(AWAITED) if AWAITED in taken else len(taken)
-        nodes = [self._node(number, taken[:step]) for step in range(known + 1)]
-        self._steps[number][taken] = steps = array("q", nodes + [0] * (_STEPS_MAX - len(nodes))).tobytes()
-        return steps
-
-    def _node(self, number: int, path: tuple[int, ...]) -> int:
-        node = self._nodes.get((number, path))
-        if node is None:
-            self._names.append(name := (number, path))
-            node = self._nodes[name] = len(self._names)
-        if node >= len(self._counts):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        return node
-
-    def exposed(self, cells: Ints, bins: Ints) -> None:
-        """Count for each of `cells` a chain that got through its age bin in `bins` without a use."""
-        np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
-        np.frombuffer(self._is_late, np.uint8)[cells] = 1
-
-    def passed(self, cell: int, first: int, last: int) -> None:
-        """Count a chain of class `cell` that got through the age bins `first` to `last` - 1 without a use."""
-        late = self._late_one_by_one
-        for place in range(2 * BINS * cell + first, 2 * BINS * cell + last):
-            late[place] += 1.0
-        self._is_late[cell] = 1
-
-    def returned(self, cell: int, at_bin: int) -> None:
-        self._late_one_by_one[(2 * cell + 1) * BINS + at_bin] += 1.0
-        self._is_late[cell] = 1
-
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
         """Note that classes `cells` have chains. Classes without chains for long lose their numbers to others."""
-        self._used_in[cells] = self._epoch
+        self._used_in[cells] = self.epoch
 
     def want(self, cells: npt.NDArray[np.int32]) -> None:
         """Have the ranks of the classes `cells` recomputed by later calls of `make`."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
 
-    def fold(self, most: int = _FOLDED) -> int:
+    def fold(self, most: int = FOLDED) -> int:
         """Add new observations of at most `most` cells to the ladders' counts. Return the number of these cells."""
-        is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
-        cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
-        if not len(cells):
+        while self._asked and not self._is_ranked:  # what came is held against what is predicted
+            self.make()
+        folded, (cells, bins, through, returns, estimate) = self.seen.taken(most, len(self._features))
+        if not folded:
             return 0
-        folded = len(cells)
-        is_late[cells] = 0
-        late = self._late[cells]
-        self._late[cells] = 0.0
-        at, bins = np.nonzero(late.any(axis=1))
-        through, returns, cells = late[at, 0, bins], late[at, 1, bins], cells[at]
-        estimate, either = self._estimates[cells, :, bins], through + returns
+        either = through + returns
         self.evidence += through @ np.log1p(-estimate) + returns @ np.log(estimate)
         hints = self._hints[:, cells]
         if hints.any():
@@ -290,31 +202,25 @@ class HazardTables:
                 other = 1 - number  # what that has said already is not to be said twice
                 by_other = predicted * self._hint_factors[other].factors()[hints[other], bins]
                 factors.happened(hints[number], bins, by_other, returns)
-        count(self._counts, self._paths, cells, bins, either * self._gain, returns * self._gain)
+        self._nodes.add(self._paths, cells, bins, either, returns)
         return folded
 
     def renew(self, factor: float) -> None:
         """Multiply the counts by `factor`, so that they fade, and have the ranks of all cells recomputed."""
-        self._epoch += 1
+        self.epoch += 1
         self.evidence *= factor**EVIDENCE_DECAY
         np.maximum(self.evidence, self.evidence.max() - _BEHIND_MAX, out=self.evidence)
-        for number in self._classless:
-            self._counts[self._node(number, ())] *= factor ** (_FAST_DECAY - 1.0)
         for factors in self._hint_factors:
             factors.decay(factor)
         if len(self._cells) > _CELLS_MAX // 2:
             self._free_unused()
-        self._gain /= factor
-        if self._gain > GAIN_MAX:  # once in many thousand requests
-            self._counts[: len(self._nodes) + 1] /= self._gain
-            self._gain = 1.0
+        self._nodes.fade(factor, factor ** (_FAST_DECAY - 1.0))
 
     def _free_unused(self) -> None:
         taken = self._used_in[KINDS : len(self._features)]
-        is_late, is_wanted = (
-            np.frombuffer(flags, np.uint8, len(self._features))[KINDS:] for flags in (self._is_late, self._is_wanted)
-        )
-        unused = (taken > 0) & (taken < self._epoch - _UNUSED_EPOCHS)
+        is_late = self.seen.flags(len(self._features))[KINDS:]
+        is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))[KINDS:]
+        unused = (taken > 0) & (taken < self.epoch - _UNUSED_EPOCHS)
         unused &= (is_late | is_wanted) == 0
         for cell in (np.flatnonzero(unused)[:_FREED] + KINDS).tolist():
             del self._cells[self._features[cell]]
@@ -330,7 +236,7 @@ class HazardTables:
         if len(cells):
             is_wanted[cells] = 0
             self._make(cells)
-            np.frombuffer(self._epoch_of, np.int64)[cells] = self._epoch
+            np.frombuffer(self._epoch_of, np.int64)[cells] = self.epoch
         return len(cells)
 
     @property
@@ -351,7 +257,7 @@ class HazardTables:
         if self._weighed != (evidence := self.evidence.tobytes()):
             odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
             self._weights = odds / odds.sum()
-            self._next_lean = _LEAN * max(0.0, 2.0 * float(self._weights[self._classless].sum()) - 1.0)
+            self._next_lean = _LEAN * max(0.0, 2.0 * float(self._weights[self._nodes.classless].sum()) - 1.0)
             self._weighed = evidence
         return self._weights
 
@@ -377,8 +283,8 @@ class HazardTables:
         mixed, hints = self._mixed[cells], self._hints[:, cells]
         waiting = set(self._asked)
         if waiting and (asked := [at for at, cell in enumerate(cells) if cell in waiting]):
-            self._counts[0], paths = 0.0, self._paths[np.asarray(cells)[asked]]
-            _, mixed[asked] = estimated(self._counts, paths, self._gain, self.weights())
+            self._nodes.counts[0], paths = 0.0, self._paths[np.asarray(cells)[asked]]
+            _, mixed[asked] = estimated(self._nodes.counts, paths, self._nodes.gain, self.weights())
         if hints.any():
             (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
             mixed = np.clip(mixed * chances[chance] * next_steps[next_step], LEAST, MOST)
@@ -390,8 +296,9 @@ class HazardTables:
 
     def _make(self, cells: Ints) -> None:
         weights, is_hinted = self.weights(), self._is_ranked and self._hints[:, cells].any()
-        self.lean, self._counts[0] = self._next_lean, 0.0
-        best = self._ranks if self._is_ranked and not is_hinted else None
-        make(cells, self._counts, self._paths, self._gain, weights, self._estimates, self._mixed, best)
+        nodes, self.lean = self._nodes, self._next_lean
+        nodes.counts[0] = 0.0
+        with_ranks = self._is_ranked and not is_hinted
+        self._made.make(cells, nodes.counts, nodes.gain, nodes.version, weights, with_ranks=with_ranks)
         if is_hinted:
             self._ranks[cells] = ranks(self.hazards(cells))

@@ -15,8 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore_predictor.ages import BINS, Ints, passed, passed_by
-from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_cuda.host_copies import address_of
+from kvstore_predictor.ages import BINS, ENDS_S, Ints, passed, passed_by
+from kvstore_predictor.estimates import native
+from kvstore_predictor.hazards import HazardTables
+from kvstore_predictor.ladders import Ladder
 
 _DECAY = 0.9995  # of the tables' counts, a request
 # Requests from one renewal to the next: at least, at most, and one part in so many of those seen.
@@ -25,6 +28,7 @@ MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for 
 _HAZARDS_US = 1.25  # for hazards alone
 _CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
 _FEWEST = 4  # cells
+_ENDS_AT = address_of(ENDS_S)
 _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
@@ -77,10 +81,14 @@ class Learner:
         """Count that the chain in slot `chain` was used again, `gap_s` seconds after its last use. A return after the
         last age bin does not count as a return.
         """
-        chains = self._chains
-        now_bin = self._count_age(chains.cell[chain], chains.bin[chain], gap_s)
+        chains, tables = self._chains, self.tables
+        cell, reached, now_bin = chains.cell[chain], chains.bin[chain], passed(gap_s)
+        if reached < now_bin:
+            tables.passed(cell, reached, now_bin)
+        else:
+            now_bin = reached
         if now_bin < BINS:
-            self.tables.returned(chains.cell[chain], now_bin)
+            tables.returned(cell, now_bin)
         self.returns += 1
 
     def grew_older(self, chain: int, now_s: float) -> None:
@@ -88,15 +96,10 @@ class Learner:
         before the chain's class changes.
         """
         chains = self._chains
-        age_s = now_s - chains.used_s[chain]
-        chains.bin[chain] = self._count_age(chains.cell[chain], chains.bin[chain], age_s)
-
-    def _count_age(self, cell: int, reached: int, age_s: float) -> int:
-        """Count that a chain of `cell` is `age_s` old and has not returned; return the bin that it has reached."""
-        now_bin = max(reached, passed(age_s))
+        reached, now_bin = chains.bin[chain], passed(now_s - chains.used_s[chain])
         if reached < now_bin:
-            self.tables.passed(cell, reached, now_bin)
-        return now_bin
+            self.tables.passed(chains.cell[chain], reached, now_bin)
+            chains.bin[chain] = now_bin
 
     @property
     def is_due(self) -> bool:
@@ -149,7 +152,17 @@ class Learner:
 
     def _age(self, first: int, last: int, now_s: float) -> None:
         """Count the age bins that live chains in the slots from `first` to `last` have passed since the last time."""
-        chains, tables = self._chains, self.tables
+        chains, tables, library = self._chains, self.tables, native.get()
+        if library is not None:
+            found = np.empty(last - first, np.int64)
+            count = library.kv_age(
+                first, last, now_s, address_of(np.frombuffer(chains.live, np.uint8)), chains.cell.buffer_info()[0],
+                chains.bin.buffer_info()[0], chains.used_s.buffer_info()[0], _ENDS_AT, tables.epoch, *tables.written_at,
+                address_of(found),
+            )  # fmt: skip
+            if count:
+                tables.want(np.frombuffer(chains.cell, np.int32)[chains.wanted(found[:count])])
+            return
         live = first + np.flatnonzero(np.frombuffer(chains.live, np.bool_)[first:last])
         reached, cells = np.frombuffer(chains.bin, np.int32), np.frombuffer(chains.cell, np.int32)
         tables.in_use(cells[live])
@@ -160,5 +173,5 @@ class Learner:
             live, now_bins = live[behind], now_bins[behind]
             if not len(live):
                 return
-            tables.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
+            tables.seen.exposed(cells[live].astype(np.int64), reached[live].astype(np.int64))
             reached[live] += 1

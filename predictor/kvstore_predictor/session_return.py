@@ -19,7 +19,8 @@ import numpy as np
 from kvstore_predictor.ages import BINS, END_S, Floats, Ints, age_of, at_age, chance, cumulative
 from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, PredictorRequest, State, parts
 from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
-from kvstore_predictor.hazards import KINDS, STEP, HazardTables, Ladder, ladders_of
+from kvstore_predictor.hazards import KINDS, HazardTables
+from kvstore_predictor.ladders import STEP, Ladder, ladders_of
 from kvstore_predictor.learning import Learner
 from kvstore_predictor.prior import shipped
 from kvstore_predictor.sessions import AwaitedReturns

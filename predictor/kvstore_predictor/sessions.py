@@ -36,9 +36,6 @@ class _Names:
         self.old_marks: dict[bytes, bool] = {}
         self.chains = 0
 
-    def is_marked(self, key: bytes) -> bool:
-        return key in self.marks or key in self.old_marks
-
     def is_shared(self, key: bytes) -> bool:
         return bool(self.marks.get(key) or self.old_marks.get(key))
 
@@ -87,8 +84,11 @@ class AwaitedReturns:
         """Return how many leading `keys` other requests of `tenant` had too, by the marks that are kept for some
         blocks. The result is at least half of the true number.
         """
-        names, found, depth = self._names.get(tenant), 0, 2
-        while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
+        names, found, depth, blocks = self._names.get(tenant), 0, 2, len(keys)
+        if names is None:
+            return 0
+        marks, old_marks = names.marks, names.old_marks
+        while depth <= blocks and ((key := keys[depth - 1]) in marks or key in old_marks):
             found, depth = depth, 2 * depth
         return found
 
@@ -116,19 +116,25 @@ class AwaitedReturns:
         if above is not None and fan >= SHARED_FAN:
             self._mark(names, above, True)
             above = None
-        depth, blocks, marks = 1 << max(known.bit_length(), 1), len(keys), names.marks
+        depth, blocks, marks, old_marks = 1 << (known.bit_length() or 1), len(keys), names.marks, names.old_marks
         while depth <= blocks:
             key = keys[depth - 1]
             if key not in marks:
-                self._mark(names, key, False)
+                marks[key] = key in old_marks and old_marks[key]
+                self._marks += 1
             depth *= 2
-        self.name(slot, tenant, keys[-1], above, fan)
+        if self._marks > self.slots:
+            self._renew_marks()
+        self._name(names, slot, tenant, keys[-1], above, fan)
         return slot
 
     def name(self, slot: int, tenant: int, last: bytes, above: bytes | None, fan: int) -> None:
         names = self._names.get(tenant)
         if names is None:
             names = self._names[tenant] = _Names()
+        self._name(names, slot, tenant, last, above, fan)
+
+    def _name(self, names: _Names, slot: int, tenant: int, last: bytes, above: bytes | None, fan: int) -> None:
         ends = names.ends
         other = ends.get(last)
         if other is not None:
@@ -147,7 +153,7 @@ class AwaitedReturns:
                 self.above[~other] = None
                 ends[above] = ~slot
         self.last[slot], self.above[slot] = last, above
-        self.tenant[slot], self.fan[slot], self.live[slot] = tenant, min(fan, 255), 1
+        self.tenant[slot], self.fan[slot], self.live[slot] = tenant, fan if fan < 255 else 255, 1
         names.chains += 1
 
     def drop(self, slot: int) -> None:
@@ -207,6 +213,9 @@ class AwaitedReturns:
         self._marks += key not in names.marks
         names.marks[key] = is_shared or names.is_shared(key)
         if self._marks > self.slots:
-            self._marks = 0
-            for each in self._names.values():
-                each.old_marks, each.marks = each.marks, {}
+            self._renew_marks()
+
+    def _renew_marks(self) -> None:
+        self._marks = 0
+        for each in self._names.values():
+            each.old_marks, each.marks = each.marks, {}

@@ -1,4 +1,4 @@
-"""Compiled code and NumPy give chains the same worths, to the bit, and choose the same ones among them."""
+"""Compiled code and NumPy teach chains the same, give them the same worths, to the bit, and choose the same ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_predictor.estimates import native
-from kvstore_predictor.features import begun, continued
-from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.features import begun, continued, with_answer
+from kvstore_predictor.hazards import HazardTables
+from kvstore_predictor.ladders import Ladder
+from kvstore_predictor.learning import Learner
+from kvstore_predictor.sessions import AwaitedReturns
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.chains.book import ChainBook
 from kvstored.store.policies.chains.worths import least, worths
@@ -106,6 +109,36 @@ def test_ranks_made_in_the_tables(seed: int, hint: int, is_ranked: bool) -> None
             pass
         at = np.array(cells)
         return [tables.hazards(at).tobytes(), tables.ranks(at, chance.exponential(50.0, len(at))).tobytes()]
+
+    _same_without(seen)
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
+def test_what_chains_teach_in_steps(seed: int, slots: int, is_ranked: bool) -> None:
+    """Chains grow older, return and get other classes, while renewals go on step by step."""
+
+    def seen() -> list[bytes]:
+        chance, chains = np.random.default_rng(seed), AwaitedReturns(slots)
+        ladders = [Ladder(("kind", "turn", "answer")), Ladder(()), Ladder(("gap", "kind"))]
+        learner, now_s = Learner(chains, ladders, ranked=is_ranked), 0.0
+        for number in range(300):
+            now_s += chance.exponential(1.0)
+            slot = int(chance.integers(0, slots))
+            if chains.live[slot]:
+                learner.returned(slot, now_s - chains.used_s[slot])
+            features = continued(1, 5, int(chance.integers(2, 12)), now_s % 9.0, 1.0, None)
+            known = with_answer(features, 40) if number % 3 else features
+            chains.cell[slot], chains.bin[slot], chains.used_s[slot] = learner.tables.cell(known), 0, now_s
+            chains.live[slot] = number % 5 > 0
+            learner.requests += 1
+            learner.step(now_s, float(chance.choice([60.0, 120.0, 500.0])))
+        state: dict[str, list[bytes]] = {}
+        for name, piece in learner.tables.copied():
+            state.setdefault(name, []).append(piece.tobytes())
+        assert learner.renewed > 100
+        hazards = learner.tables.hazards(np.frombuffer(chains.cell, np.int32).astype(np.int64))
+        return [hazards.tobytes(), chains.bin.tobytes(), *(b"".join(state[name]) for name in sorted(state))]
 
     _same_without(seen)
 

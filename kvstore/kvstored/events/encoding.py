@@ -6,7 +6,6 @@ array that begins with the type, as before. Hashes are integers below 2**63, whi
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,7 +50,8 @@ class Cleared:
 
 def hash_of(key: bytes) -> int:
     """Return the number below 2**63 that stands for the block `key` in events."""
-    return (int.from_bytes(key[:8], "big") ^ int.from_bytes(key[8:], "big")) & HASH_MASK
+    number = int.from_bytes(key, "big")
+    return (number ^ number >> 64) & HASH_MASK
 
 
 def encoder(encoding: str) -> Encode:
@@ -69,7 +69,7 @@ def encoder(encoding: str) -> Encode:
 
 
 def _ids(tokens: bytearray) -> list[int]:
-    return array("i", bytes(tokens)).tolist()
+    return memoryview(tokens).cast("i").tolist()
 
 
 def _as_map(event: Stored | Removed | Cleared) -> Event:

@@ -38,6 +38,9 @@ class KindRecord(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
+    """A block that is stored in the tiers of `mask`. `parent` is the key of the block before it in its chain, and
+    `tokens` are its packed token ids."""
+
     row: int
     kind: int
     mask: int

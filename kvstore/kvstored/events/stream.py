@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from kvstored.events.encoding import Cleared, CopyPlace, Encode, Removed, Stored, hash_of
@@ -21,17 +23,6 @@ NO_PARENT = bytes(16)
 MAX_RUN = 1024  # blocks in one event
 KEPT_BYTES = 64 << 20  # of batches for replay, of all topics together
 LEAST_STALE = 1024  # entries of batches that are not kept any more, before they are dropped
-
-
-class EventBlock(NamedTuple):
-    """A block that was announced in events. `places` are the places of its copies, `parent` is the key of the block
-    before it in its chain, and `tokens` are its packed token ids."""
-
-    places: frozenset[CopyPlace]
-    parent: bytes
-    tokens: bytes
-    kind: int
-    row: int
 
 
 class EventBatch(NamedTuple):
@@ -46,7 +37,7 @@ class _Topic:
     next_number: int
     kept: deque[tuple[int, bytes]] = field(default_factory=deque)
     forgotten: int = 0  # batches that the stream's order of all still names
-    blocks: dict[bytes, EventBlock] = field(default_factory=dict)
+    blocks: dict[bytes, StoredBlock] = field(default_factory=dict)
     events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
     last_key: bytes = b""  # of the last block in the last event
     is_current: bool = True  # else a process before this one published it, and this one has no block of it
@@ -74,7 +65,8 @@ class EventStream:
     ) -> None:
         self._first_number = first_number
         self._places = list(dict.fromkeys(places))
-        self._places_of_mask = [frozenset(places[tier] for tier in tiers) for tiers in TIER_SETS[: 2 ** len(places)]]
+        bits = [1 << self._places.index(place) for place in places]  # of each tier's place; tiers may share one
+        self._bits = [reduce(or_, (bits[tier] for tier in tiers), 0) for tiers in TIER_SETS[: 2 ** len(places)]]
         self._encode = encode
         self._buffer = buffer
         self._most_bytes = kept_bytes
@@ -98,7 +90,7 @@ class EventStream:
         for record in records:
             if isinstance(record, Changes):
                 for row in record.gone:
-                    self._changed(row, 0)
+                    self._gone(row)
                 for row, mask in record.changed:
                     self._changed(row, mask)
                 for block in record.stored:
@@ -206,39 +198,44 @@ class EventStream:
     # One block
 
     def _stored(self, new: StoredBlock) -> None:
-        topic = self._topic_of_kind[new.kind]
-        before = topic.blocks.get(new.key)
-        block = EventBlock(self._places_of_mask[new.mask], new.parent, new.tokens, new.kind, new.row)
-        topic.blocks[new.key] = block
-        self._rows[new.row] = topic, new.key
-        known = before.places if before is not None else frozenset()
-        if before is not None and new.tokens and not before.tokens:
-            known -= block.places  # announced without its tokens so far
-        self._announce(topic, new.key, block, known)
+        topic, key = self._topic_of_kind[new.kind], new.key
+        before, known = topic.blocks.get(key), 0
+        topic.blocks[key] = new
+        self._rows[new.row] = topic, key
+        if before is not None:
+            known = self._bits[before.mask]
+            if new.tokens and not before.tokens:
+                known &= ~self._bits[new.mask]  # announced without its tokens so far
+        self._announce(topic, new, known, self._bits[new.mask])
+
+    def _gone(self, row: int) -> None:
+        topic, key = self._rows.pop(row)
+        before = topic.blocks.get(key)
+        if before is not None and before.row == row:  # else it was stored again, in another row
+            del topic.blocks[key]
+            self._announce(topic, before, self._bits[before.mask], 0)
 
     def _changed(self, row: int, mask: int) -> None:
-        """Note that the block of `row` is in the places of `mask`; 0: it has gone."""
+        """Note that the block of `row` is in the places of `mask` now."""
         topic, key = self._rows[row]
-        if not mask:
-            del self._rows[row]
         before = topic.blocks.get(key)
-        if before is None or before.row != row:  # it was stored again, in another row
-            return
-        block = before._replace(places=self._places_of_mask[mask])
-        if block.places:
-            topic.blocks[key] = block
-        else:
-            del topic.blocks[key]
-        self._announce(topic, key, block, before.places)
+        if before is not None and before.row == row:
+            block = topic.blocks[key] = before._replace(mask=mask)
+            self._announce(topic, block, self._bits[before.mask], self._bits[mask])
 
-    def _announce(self, topic: _Topic, key: bytes, block: EventBlock, known: frozenset[CopyPlace]) -> None:
-        for place in self._places:
-            if place in block.places and place not in known:
-                self._add_stored(topic, key, block, place)
-            elif place in known and place not in block.places:
-                self._add_removed(topic, key, block, place)
+    def _announce(self, topic: _Topic, block: StoredBlock, known: int, now: int) -> None:
+        """Announce that `block` is in the places of the bits `now`, where `known` ones are announced."""
+        differing = known ^ now
+        while differing:
+            bit = differing & -differing
+            place = self._places[bit.bit_length() - 1]
+            if now & bit:
+                self._add_stored(topic, block, place)
+            else:
+                self._add_removed(topic, block, place)
+            differing ^= bit
 
-    def _add_stored(self, topic: _Topic, key: bytes, block: EventBlock, place: CopyPlace) -> None:
+    def _add_stored(self, topic: _Topic, block: StoredBlock, place: CopyPlace) -> None:
         kind, last = self._kinds[block.kind], topic.events[-1] if topic.events else None
         size = kind.block_tokens or len(block.tokens) // 4
         continues = (
@@ -255,40 +252,44 @@ class EventStream:
             last = Stored(place, parent, size, kind.group)
             topic.events.append(last)
         assert isinstance(last, Stored)
-        last.hashes.append(hash_of(key))
+        last.hashes.append(hash_of(block.key))
         last.tokens += block.tokens
-        topic.last_key = key
+        topic.last_key = block.key
 
-    def _add_removed(self, topic: _Topic, key: bytes, block: EventBlock, place: CopyPlace) -> None:
+    def _add_removed(self, topic: _Topic, block: StoredBlock, place: CopyPlace) -> None:
         group, last = self._kinds[block.kind].group, topic.events[-1] if topic.events else None
         if not (isinstance(last, Removed) and last.place == place and last.group == group):
             last = Removed(place, group)
             topic.events.append(last)
-        last.hashes.append(hash_of(key))
+        last.hashes.append(hash_of(block.key))
         topic.last_key = b""
 
     # All blocks
 
     def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
         """Return each block after its parent, with its places: pieces of chains that are in equal places."""
-        whole, piece = _Topic(topic.name, 0), list[tuple[bytes, EventBlock]]()
+        whole, piece = _Topic(topic.name, 0), list[StoredBlock]()
         for key in _parents_first(topic.blocks):
             block = topic.blocks[key]
-            if piece and (len(piece) == MAX_RUN or block.parent != piece[-1][0] or block.places != piece[-1][1].places):
+            if piece and (
+                len(piece) == MAX_RUN
+                or block.parent != piece[-1].key
+                or self._bits[block.mask] != self._bits[piece[-1].mask]
+            ):
                 self._add_piece(whole, piece)
                 piece = []
-            piece.append((key, block))
+            piece.append(block)
         self._add_piece(whole, piece)
         return whole.events
 
-    def _add_piece(self, whole: _Topic, piece: Sequence[tuple[bytes, EventBlock]]) -> None:
-        for place in self._places:
-            for key, block in piece:
-                if place in block.places:
-                    self._add_stored(whole, key, block, place)
+    def _add_piece(self, whole: _Topic, piece: Sequence[StoredBlock]) -> None:
+        for position, place in enumerate(self._places):
+            for block in piece:
+                if self._bits[block.mask] >> position & 1:
+                    self._add_stored(whole, block, place)
 
 
-def _parents_first(blocks: dict[bytes, EventBlock]) -> Iterator[bytes]:
+def _parents_first(blocks: dict[bytes, StoredBlock]) -> Iterator[bytes]:
     seen: set[bytes] = set()
     for key in blocks:
         line: list[bytes] = []

@@ -28,4 +28,4 @@ def test_predictors_are_judged_on_a_made_up_workload(study: ModuleType) -> None:
     assert ten["guesses"] > 100
     assert ten["ece"] < 0.1
     assert ten["log loss"] < ten["of the mean"]
-    assert figures["us"]["p50"] > 0
+    assert figures["us"]["p50"] > 0 and figures["us"]["possible"] > 0

@@ -9,7 +9,8 @@ import pytest
 
 from kvstore_predictor.ages import HintFactors
 from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, continued, with_hint
-from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.hazards import HazardTables
+from kvstore_predictor.ladders import Ladder
 from kvstore_proto.v1.kvstore_pb2 import NextStep
 from kvstore_simulator.hints import HintOptions
 from kvstore_simulator.replay import Replay, ReplaySettings

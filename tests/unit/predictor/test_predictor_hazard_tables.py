@@ -19,7 +19,8 @@ from kvstore_predictor.ages import (
 )
 from kvstore_predictor.estimates import estimated, native, ranks, shrunk
 from kvstore_predictor.features import Features, continued
-from kvstore_predictor.hazards import HazardTables, Ladder
+from kvstore_predictor.hazards import HazardTables
+from kvstore_predictor.ladders import Ladder
 from kvstore_predictor.learning import Learner
 from kvstore_predictor.sessions import AwaitedReturns
 from tests.reference.skips import skip_without_compiler

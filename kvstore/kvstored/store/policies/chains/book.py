@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore_predictor.ages import Floats, Ints, leaning
 from kvstore_predictor.features import Features, begun, continued, grown, with_answer, with_hint
-from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.ladders import Ladder
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.runs import fill
 from kvstored.store.policies.base import ChainHint, RequestContext

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore_predictor.hazards import Ladder
+from kvstore_predictor.ladders import Ladder
 from kvstore_predictor.learning import Learner
 from kvstored.store.policies.chains.ghost import SHARDS, ChainGhost, Chains
 from kvstored.store.policies.chains.table import ChainTable

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvstore_predictor.ages import BINS, EDGES_S, Ints, passed_by
 from kvstore_predictor.base import Array, Piece, State
 from kvstore_predictor.features import Features
-from kvstore_predictor.hazards import LATE, STEP, Ladder, ladders_of
+from kvstore_predictor.ladders import STEP, Ladder, ladders_of
+from kvstore_predictor.observations import LATE
 from kvstored.store.blocks.rows import as_array
 from kvstored.store.policies.base import Origin
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
