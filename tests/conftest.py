@@ -9,6 +9,7 @@ import os
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # its handlers may wait for ever in a fork; what tests fork uses no gRPC
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else torch's threads spin on processors that other tests need
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's likewise
 
 import contextlib
 import gc
@@ -69,7 +70,6 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     """Have the garbage collector pass over what lives as long as the run: a million objects of thousands of tests."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -44,6 +44,7 @@ class TestContextCodec(CodecContract):
         return ContextCodec()
 
 
+@pytest.mark.slow
 class TestInt8Codec(CodecContract):
     def make_codec(self) -> Codec:
         return int8()

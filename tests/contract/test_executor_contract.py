@@ -15,6 +15,7 @@ import pytest
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
+from tests.reference.examples import quick_are
 from tests.reference.executors import GGML, KERNELS, TORCH, TriedExecutor
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.plain_model import PlainModel
@@ -67,12 +68,17 @@ _ATTENTIONS = {
 }
 
 
-def _cases(*, ggml: Sequence[str], torch: Sequence[str], kernels: Sequence[str]) -> list[object]:
-    """Each executor with its models; models of our kernels take long on a host."""
-    chosen = [(GGML, ggml, ()), (TORCH, torch, ()), (KERNELS, kernels, (pytest.mark.slow,))]
+def _cases(
+    *, ggml: Sequence[str], torch: Sequence[str], kernels: Sequence[str], quick: Sequence[str] | None = None
+) -> list[object]:
+    """Each executor with its models, all of them or those named `quick` quickly; our kernels take long on a host."""
     return [
-        pytest.param((tried, name), id=f"{tried}-{name}", marks=marks)
-        for tried, names, marks in chosen
+        pytest.param(
+            (tried, name),
+            id=f"{tried}-{name}",
+            marks=(pytest.mark.slow,) if tried is KERNELS or name not in (quick or names) else (),
+        )
+        for tried, names in ((GGML, ggml), (TORCH, torch), (KERNELS, kernels))
         for name in names
     ]
 
@@ -145,7 +151,13 @@ _STEPS = [(48, 33, 0), (40, 1, 5), (7, 1, 1), (1, 1, 1), (1, 0, 1), (1, 1, 1)]
 
 
 @pytest.mark.parametrize(
-    "case", _cases(ggml=[*_ARCHITECTURES], torch=[*_ARCHITECTURES], kernels=["coarse", "gemma2", "gemma3"])
+    "case",
+    _cases(
+        ggml=[*_ARCHITECTURES],
+        torch=[*_ARCHITECTURES],
+        kernels=["coarse", "gemma2", "gemma3"],
+        quick=["llama", "coarse", "gemma2", "phi3"],
+    ),
 )
 def test_logits_are_those_of_double_precision(tmp_path: Path, case: tuple[TriedExecutor, str]) -> None:
     tried, name = case
@@ -209,7 +221,7 @@ def _assert_plain(
             starts = ends
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 331])
+@pytest.mark.parametrize("count", quick_are([1, 63, 64, 65, 200, 331], [True, False, True, True, True, False]))
 def test_a_restored_prefix_gives_the_same_bits_and_the_same_text(opened: Opened, count: int) -> None:
     """Cold: compute all. Warm: copy the leading storage blocks' bytes into other blocks, compute the rest."""
     tokens, cold_table, warm_table = _tokens(count), _table(count + 40, 1), _table(count + 40, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from tests.reference import state
+from tests.reference import forked, state
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.damage import flip_in_dram, flip_on_disk
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -53,7 +52,7 @@ def spoil(daemon: RunningDaemon, conversation: int, blocks: int, depth: int) -> 
 
 def kvctl(daemon: RunningDaemon, *arguments: str) -> tuple[int, Any]:
     command = [sys.executable, "-m", "kvctl.main", "--socket-dir", str(daemon.socket_dir), "--json"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    done = forked.run([*command, *arguments])
     return done.returncode, json.loads(done.stdout)
 
 
@@ -171,7 +170,7 @@ def test_only_an_operator_sees_quarantine(daemon: RunningDaemon) -> None:
 
 
 def kvstored(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", "kvstored", *arguments], capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, "-m", "kvstored", *arguments])
     return done.returncode, done.stdout, done.stderr
 
 

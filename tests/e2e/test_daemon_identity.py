@@ -16,6 +16,7 @@ import pytest
 from kvstore_proto.v1 import admin_pb2
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import unary_pb2 as pb
+from tests.reference import forked
 from tests.reference.certificates import Authority
 from tests.reference.conversations import found_blocks, model, put_conversation
 from tests.reference.raw_client import RawClient, connect_seqpacket
@@ -69,10 +70,7 @@ def _is_unified(path: str) -> bool:
 
 def in_cgroup(daemon: RunningDaemon, folder: Path | str, *, put: int = 0, uid: int = 0) -> list[str]:
     """Run a client in that cgroup, as that user: its tenant, what it stored, what it found of conversations 1, 2."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, str(folder), str(daemon.directory), str(uid), str(put or "-")],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = forked.run([sys.executable, "-c", CLIENT, str(folder), str(daemon.directory), str(uid), str(put or "-")])
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -17,6 +17,7 @@ from kvstore_proto.v1 import admin_pb2, explain_pb2, kvstore_pb2
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.codecs import TESTING_ENVIRONMENT
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.examples import each_nth
 from tests.reference.kvctl import Kvctl
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.unary_client import unary_client
@@ -91,7 +92,7 @@ def test_lossy_copies_are_for_those_who_accept_them(daemon: RunningDaemon) -> No
         assert counters["corrupt_blocks"] == 0
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", each_nth(["killed", "stopped"], 2))
 def test_a_restart_knows_which_copies_are_lossy(how: str, daemon: RunningDaemon) -> None:
     with daemon.connect(MODEL, exact=False) as lossy:
         _put(lossy, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreError
+from tests.reference import forked
 from tests.reference.conversations import LAYERS, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -43,7 +43,7 @@ with kvstore_client.connect({str(daemon.socket_dir)!r}, fingerprint=model(), req
     with session.get(tokens_of(1, 64)) as lease:
         print(found.blocks, found.reason, holds(lease, payloads_of(1, 64, model())), lease.valid)
 """
-        result = subprocess.run([sys.executable, "-c", reader], capture_output=True, text=True, timeout=60)
+        result = forked.run([sys.executable, "-c", reader])
         assert result.stdout.split() == ["64", "True", "True"], result.stderr
 
 
@@ -80,7 +80,7 @@ with kvstore_client.connect({str(daemon.socket_dir)!r}, fingerprint=model(), req
     print(array.readonly, array.dtype, array.shape, flush=True)
     ctypes.memset(array.address, 1, 1)
 """
-        ended = subprocess.run([sys.executable, "-c", writer], capture_output=True, text=True, timeout=60)
+        ended = forked.run([sys.executable, "-c", writer])
         assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "True float16 (64, 16)\n"), ended.stderr
         with session.get(tokens) as lease:
             assert holds(lease, payloads)

@@ -29,7 +29,7 @@ from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
-from tests.reference.examples import fewer
+from tests.reference.examples import each_nth, fewer
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
 from tests.reference.prefill import prefill
@@ -246,7 +246,7 @@ def test_alone_a_batch_engine_computes_the_same_bits_however_its_prompt_got_here
     assert third.finished["daemon", 0].usage.daemon_tokens == (count - 1) // 64 * 64
 
 
-@pytest.mark.parametrize("shared", [0.5, 0.9])
+@pytest.mark.parametrize("shared", each_nth([0.9, 0.5], 2))
 def test_a_shared_prefix_is_evaluated_once(tried: Loaded, shared: float) -> None:
     engine = tried.engine(512)
     common = tried.prompt(1, int(256 * shared) // 16 * 16)

@@ -23,6 +23,7 @@ import pytest
 from kvctl.main import main
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.examples import quick_are
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
@@ -172,7 +173,7 @@ class Terminal:
         return self.process.wait(60)
 
 
-@pytest.mark.parametrize("way", ["q", "interrupt", "terminate"])
+@pytest.mark.parametrize("way", quick_are(["q", "interrupt", "terminate"], [True, False, True]))
 def test_live_until_the_user_leaves(daemon: RunningDaemon, way: str) -> None:
     terminal = Terminal(daemon.socket_dir)
     assert terminal.read_until("\x1b[?1049h"), "the alternate screen"

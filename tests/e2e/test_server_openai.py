@@ -13,10 +13,9 @@ import pytest
 
 from tests.reference.running_daemon import eventually
 from tests.reference.running_server import RunningServer
-from tests.reference.skips import skip_without_ggml
+from tests.reference.skips import openai_library, skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
-openai = pytest.importorskip("openai", reason="the client is not installed: pip install openai (extra dev)")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("httptools", reason="the extra server is not installed")
 
@@ -51,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def _client(server: RunningServer, tenant: str = "anna") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
+    return openai_library().OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
 
 
 @pytest.fixture
@@ -181,11 +180,11 @@ def test_a_json_schema_is_followed(client: Any) -> None:
     for choice in answers.choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
-    with pytest.raises(openai.BadRequestError, match="JSON schema"):
+    with pytest.raises(openai_library().BadRequestError, match="JSON schema"):
         _chat(
             client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}}
         )
-    with pytest.raises(openai.BadRequestError, match="no answer matches"):
+    with pytest.raises(openai_library().BadRequestError, match="no answer matches"):
         _chat(client, extra_body={"structured_outputs": {"regex": r"[^\s\S]"}, "ignore_eos": False})
     colour = _chat(client, extra_body={"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False})
     assert colour.choices[0].message.content in ("red", "green")
@@ -227,7 +226,7 @@ def test_a_client_that_leaves_costs_nothing_more(server: RunningServer, client: 
     os.kill(worker, signal.SIGSTOP)
     try:
         for stream in (False, True):
-            with pytest.raises(openai.APITimeoutError):
+            with pytest.raises(openai_library().APITimeoutError):
                 _chat(client.with_options(timeout=0.2), max_tokens=400, stream=stream)
         assert eventually(lambda: server.health(KEYS["anna"])["engine"]["requests"] == 0)
     finally:
@@ -278,7 +277,7 @@ def _caught(server: RunningServer, client: Any, worker: int) -> Iterator[Any]:
 def _ended(client: Any) -> Any:
     try:
         _chat(client, max_tokens=2)
-    except openai.APIStatusError as error:
+    except openai_library().APIStatusError as error:
         return error
     return None
 
@@ -298,7 +297,7 @@ def _ended(client: Any) -> Any:
     ],
 )
 def test_mistakes_are_errors_of_openais_client(client: Any, call: Callable[[Any], Any], error: str, words: str) -> None:
-    with pytest.raises(getattr(openai, error)) as caught:
+    with pytest.raises(getattr(openai_library(), error)) as caught:
         call(client)
     assert words in (caught.value.code, caught.value.param)
 

@@ -25,6 +25,7 @@ from kvstored.clock import SystemClock
 from kvstored.state.process import StateProcess
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
+from tests.reference.examples import each_nth
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, daemon_directory, ended_with, eventually
 
 MODEL = model()
@@ -284,7 +285,7 @@ def test_a_drop_ends_where_the_state_cannot_be_written(daemon: RunningDaemon) ->
     daemon.stop()
 
 
-@pytest.mark.parametrize("hit", ["file.keys=kill@3", "keys.written=kill@3", "state.commit=kill@2"])
+@pytest.mark.parametrize("hit", each_nth(["file.keys=kill@3", "keys.written=kill@3", "state.commit=kill@2"], 3))
 def test_a_drop_that_a_kill_cut_short_is_done_again(daemon: RunningDaemon, hit: str) -> None:
     daemon.failpoints = hit
     daemon.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from kvstore_proto.state_identity import IDENTITY_FILE
 from tests.faults.test_daemon_startup import refused
 from tests.reference.conversations import found_blocks, model, put_conversation
-from tests.reference.examples import first_of_each
+from tests.reference.examples import each_nth, first_of_each
 from tests.reference.running_daemon import RunningDaemon, ended_with, running_daemon
 
 MODEL = model()
@@ -66,7 +66,8 @@ def spoil_identities(daemon: RunningDaemon) -> None:
         (directory / IDENTITY_FILE).write_bytes(b"\x1b[2J{")
 
 
-ACCIDENTS = {
+Accident = Callable[[RunningDaemon], None]
+ACCIDENTS: dict[Accident, str] = {
     lose: "secret is lost",
     exchange: "secret is not the secret that the blocks were stored under",
     spoil: "secret is damaged",
@@ -79,9 +80,8 @@ ACCIDENTS = {
 @pytest.mark.parametrize(
     "accident", first_of_each(list(ACCIDENTS), ACCIDENTS.__getitem__), ids=lambda accident: accident.__name__
 )
-def test_it_is_refused_until_it_is_restored_or_given_up(stopped: RunningDaemon, accident: object) -> None:
+def test_it_is_refused_until_it_is_restored(stopped: RunningDaemon, accident: Accident) -> None:
     backup = {path: path.read_bytes() for path in stopped.state_dir.iterdir() if path.is_file()}
-    assert callable(accident)
     accident(stopped)
     left = {path.name for path in stopped.state_dir.iterdir()}
     for _ in range(2):
@@ -92,8 +92,10 @@ def test_it_is_refused_until_it_is_restored_or_given_up(stopped: RunningDaemon, 
         path.write_bytes(content)
     stopped.restart()
     assert got(stopped) == BLOCKS
-    stopped.stop()
 
+
+@pytest.mark.parametrize("accident", each_nth(list(ACCIDENTS), len(ACCIDENTS)), ids=lambda accident: accident.__name__)
+def test_it_is_given_up_for_a_new_one(stopped: RunningDaemon, accident: Accident) -> None:
     accident(stopped)
     stopped.arguments = ("--new-secret",)
     stopped.restart()

@@ -13,6 +13,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
+from tests.reference.examples import each_nth
 from tests.reference.raw_client import RawClient
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -90,7 +91,7 @@ def test_clients_that_come_and_die_leave_no_staging_behind() -> None:
         assert eventually(lambda: granted_bytes(daemon) == before)
 
 
-@pytest.mark.parametrize("hit", [1, 5, BLOCKS])
+@pytest.mark.parametrize("hit", each_nth([5, 1, BLOCKS], 3))
 def test_a_daemon_killed_in_the_middle_of_a_store(hit: int) -> None:
     with running_daemon(failpoints=f"host.before-header=kill@{hit}") as daemon, daemon.connect(MODEL) as session:
         receipt = session.put(tokens_of(1, BLOCKS), payloads=payloads_of(1, BLOCKS, MODEL))

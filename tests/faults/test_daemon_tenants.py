@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference import forked
 from tests.reference.conversations import found_blocks, model, payloads_of, put_conversation, tokens_of
 from tests.reference.examples import each_nth
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -55,7 +55,7 @@ def as_user(daemon: RunningDaemon, uid: int, *, puts: tuple[int, ...] = (), gets
     if UID:
         pytest.skip("needs root, to be another user")
     program = CLIENT.format(uid=uid, directory=str(daemon.directory), puts=list(puts), gets=list(gets))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

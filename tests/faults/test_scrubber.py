@@ -21,6 +21,7 @@ from kvstored.health.scrub.slab_reader import SlabReader, SlotReading
 from kvstored.health.scrub.worker import Pace, Position, position_of
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
+from tests.reference.examples import each_nth
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.stored_blocks import store_numbers
 
@@ -73,7 +74,7 @@ def test_what_dram_has_is_written_again(daemon: RunningDaemon) -> None:
     assert serves_whole(daemon, 1, 4)
 
 
-@pytest.mark.parametrize("in_dram", [True, False])
+@pytest.mark.parametrize("in_dram", each_nth([False, True], 2))
 def test_a_damaged_record_is_written_again_from_its_slot(daemon: RunningDaemon, in_dram: bool) -> None:
     store(daemon, 1, 4)
     if not in_dram:

@@ -34,7 +34,7 @@ from kvstored.lifetime.warm.restart import LEDGER_NAME, WarmRestart
 from kvstored.store.blocks import Residency
 from kvstored.store.leases import LeaseTable
 from kvstored.telemetry import Counters
-from tests.reference.examples import each_nth
+from tests.reference.examples import each_nth, examples
 from tests.reference.tiers import HOST
 
 ARENA = 128 << 10
@@ -350,7 +350,7 @@ def test_lives_one_after_the_other(tmp_path: Path, seed: int) -> None:
     chosen = np.random.default_rng(seed)
     world = World(tmp_path)
     try:
-        for _ in range(40):
+        for _ in range(max(15, examples(40))):
             asyncio.run(live(world, chosen, CAPACITY - ARENA * int(chosen.choice(4, p=(0.7, 0.1, 0.1, 0.1)))))
     finally:
         for descriptor in world.kept.values():

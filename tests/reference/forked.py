@@ -9,9 +9,11 @@ the examples').
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import os
@@ -25,12 +27,26 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
+_TEXT = "-c"
 PROGRAMS = {
-    "kvstored": ("kvstored.daemon", "kvstored.cli", "kvstored.store.policies.chain_hazard", "kvstore_tiers.nvme.tier"),
+    "kvstored": (
+        "kvstored.daemon_process",
+        "kvstored.cli",
+        "kvstored.log_setup",
+        "kvstored.state.environment",
+        "kvstored.state.databases",
+        "kvstored.store.policies.chain_hazard",
+        "kvstored.store.policies.lfu_ttl",
+        "kvstore_console.log_format",
+        "kvstore_cuda.native_build",
+        "kvstore_tiers.nvme.tier",
+    ),
+    "kvctl.main": ("kvctl.main", "kvctl.arguments", "kvstore_client.entry"),
     "kvstore_client.testing.child": ("kvstore_client.entry",),
+    _TEXT: ("kvstore_client.entry", "tests.reference.running_daemon"),
     "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),
     "tests.gpu.device_client": ("kvstore_client.entry", "tests.gpu.device_engine", "tests.gpu.vllm_engine"),
     "tests.faults.nvme_writer": (
@@ -40,7 +56,9 @@ PROGRAMS = {
     ),
     "tests.vllm.engine_child": ("vllm.entrypoints.llm", "kvstore_connectors.vllm"),
 }
-"""What can be forked, and what of it is imported before: also what each start would import later."""
+"""What can be forked, and what of it is imported before: also what each start would import later. `-c` is the text of
+a client's program.
+"""
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ORDER = 1 << 18
 _MOST_DESCRIPTORS = 8
@@ -98,11 +116,18 @@ def popen(
     """Start a process as `subprocess.Popen` does: forked where it is one of `PROGRAMS`, else started. Without `stdin`
     it reads nothing.
     """
-    if list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
+    program = _program(command)
+    if program not in PROGRAMS:
         read = subprocess.DEVNULL if stdin is None else stdin
         return subprocess.Popen(command, env=env, stdin=read, stdout=stdout, stderr=stderr, pass_fds=pass_fds, cwd=cwd)
-    connection, _ = _server(command[2], os.getpid(), env.get("LD_LIBRARY_PATH", ""))
-    order = [list(command[3:]), dict(env), str(cwd or os.getcwd()), list(pass_fds), stdin is not None]
+    connection, _ = _server(program, os.getpid(), env.get("LD_LIBRARY_PATH", ""))
+    order = [
+        list(command[2 if program == _TEXT else 3 :]),
+        dict(env),
+        str(cwd or os.getcwd()),
+        list(pass_fds),
+        stdin is not None,
+    ]
     outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
     streams = [*([] if stdin is None else [stdin.fileno()]), *outputs]
     _adopt_orphans(True)  # only until the one between it and the server has ended
@@ -114,12 +139,27 @@ def popen(
     return ForkedProcess(pid)
 
 
+def _program(command: Sequence[str]) -> str:
+    """Return which of `PROGRAMS` a command starts, or an empty text."""
+    if command[0] != sys.executable:
+        return ""
+    return _TEXT if command[1] == _TEXT else command[2] if command[1] == "-m" else ""
+
+
 def run(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120.0
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    stdin: IO[Any] | None = None,
+    stdout: IO[Any] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end as `subprocess.run` does that captures text: forked where it is one of `PROGRAMS`."""
+    """Run a command to its end as `subprocess.run` does that captures text: forked where it is one of `PROGRAMS`. What
+    it writes to a given `stdout` is not captured.
+    """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = popen(command, env=os.environ if env is None else env, stdout=out, stderr=err)
+        environment = os.environ if env is None else env
+        process = popen(command, env=environment, stdin=stdin, stdout=out if stdout is None else stdout, stderr=err)
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -197,10 +237,13 @@ def _take_over(environment: Mapping[str, str], directory: str, descriptors: list
 def _main(program: str, connection: socket.socket) -> None:
     for module in PROGRAMS[program]:
         importlib.import_module(module)
+    sys.modules.pop(program, None)  # it is run, not imported
     if program == "kvstored":
         importlib.import_module("kvstore_predictor.prior").shipped()  # the same in each daemon, and kept
         importlib.import_module("kvstored.config").load_config(None)  # as are the defaults
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
+    gc.collect()
+    gc.freeze()  # a child's collections would copy every page of what was imported
     arguments = _serve(connection)
     if arguments is None:
         return
@@ -210,8 +253,29 @@ def _main(program: str, connection: socket.socket) -> None:
         failpoints.arm(os.environ.get(failpoints.ENVIRONMENT, ""))
     if program == "kvstored":
         _fork_its_state_process()
-    sys.argv[1:] = arguments
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    status = 0
+    try:
+        if program == _TEXT:
+            sys.argv[:] = [_TEXT, *arguments[1:]]
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(arguments[0], vars(main))
+        else:
+            sys.argv[1:] = arguments
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            raise
+        status = end.code or 0
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """End as Python ends, but without taking every module apart, which would copy each page that the fork shares."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _fork_its_state_process() -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
+
+
+def openai_library() -> ModuleType:
+    """Return OpenAI's client, whose import takes a second: only a test that calls it pays."""
+    found: ModuleType = pytest.importorskip(
+        "openai", reason="the client is not installed: pip install openai (extra dev)"
+    )
+    return found
 
 
 def skip_without_ggml() -> None:

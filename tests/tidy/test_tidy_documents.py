@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -29,6 +30,7 @@ _MAKE = re.compile(r"(?:^\$ |`)make ([a-z-]+)", re.MULTILINE)
 _TYPED = re.compile(r"^\$ (kvstored|kvctl|kvengine) ([^#\n]*)", re.MULTILINE)
 
 
+@functools.cache
 def _help(command: str, *arguments: str) -> str:
     main: Callable[[list[str]], int] = importlib.import_module(_COMMANDS[command]).main
     text = io.StringIO()

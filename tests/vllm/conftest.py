@@ -34,8 +34,8 @@ StartEngine = Callable[..., EngineProcess]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    mine = [item for item in items if here in item.path.parents]
+    here = f"{Path(__file__).parent}/"
+    mine = [item for item in items if str(item.path).startswith(here)]
     for item in mine:
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.timeout(1500))

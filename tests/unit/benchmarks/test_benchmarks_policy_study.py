@@ -15,6 +15,7 @@ import pytest
 
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.replay import Replay, ReplaySettings
+from tests.reference.examples import quick_are
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -115,7 +116,9 @@ _LOADED = """
 import sys
 from kvstore_simulator.policies import create
 from kvstore_simulator.replay import Replay, ReplaySettings
+from tests.reference.examples import quick_are
 from kvstore_simulator.trace import TraceBuilder
+from tests.reference.examples import quick_are
 builder = TraceBuilder("made-up", "made-up", 512)
 builder.add(0, [1, 2], input_tokens=1024, output_tokens=1)
 Replay(builder.build(), ReplaySettings(sys.argv[1], 1)).run()
@@ -123,7 +126,7 @@ print(*(module.__file__ for module in list(sys.modules.values()) if getattr(modu
 """
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "chain-hazard"])
+@pytest.mark.parametrize("policy", quick_are(["lru", "fifo", "chain-hazard"], [False, False, True]))
 def test_a_results_key_covers_the_code_that_a_replay_loads(policy: str) -> None:
     found = subprocess.run([sys.executable, "-c", _LOADED, policy], check=True, capture_output=True, text=True)
     sources = load("study.sources")

@@ -154,7 +154,7 @@ def test_n_answers_share_the_prompt_and_differ_by_their_random_numbers() -> None
     ("policy", "swap_bytes", "count"),
     [
         pytest.param("fcfs", 1 << 20, 500, marks=pytest.mark.slow),
-        ("fcfs", 1 << 20, 80),
+        pytest.param("fcfs", 1 << 20, 80, marks=pytest.mark.slow),
         pytest.param("fcfs", 0, 80, marks=pytest.mark.slow),
         pytest.param("shortest", 1 << 20, 80, marks=pytest.mark.slow),
         ("shortest", 0, 80),

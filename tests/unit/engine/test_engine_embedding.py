@@ -58,11 +58,19 @@ def test_states_are_what_logits_are_made_of(path: Path) -> None:
     assert np.allclose(found @ head.T, logits, atol=1e-4)
 
 
-def test_embeddings_are_pooled_states_of_length_1(path: Path, model: EmbeddingModel) -> None:
+@pytest.fixture(scope="module")
+def known(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return sequences, each with its states, which are the same for every pooling."""
     inputs = [tokens_of(seed, count) for seed, count in enumerate([5, 1, 600, 17, 511, 1500, 3])]
+    return [(tokens, states(path, tokens)[0].astype(np.float64)) for tokens in inputs]
+
+
+def test_embeddings_are_pooled_states_of_length_1(
+    known: list[tuple[np.ndarray, np.ndarray]], model: EmbeddingModel
+) -> None:
+    inputs = [tokens for tokens, _ in known]
     computed = model.compute(inputs)
-    for tokens, found in zip(inputs, computed, strict=True):
-        whole = states(path, tokens)[0].astype(np.float64)
+    for (_, whole), found in zip(known, computed, strict=True):
         pooled = {"mean": whole.mean(0), "cls": whole[0], "last": whole[-1]}[model.pooling]
         assert np.allclose(found, pooled / np.linalg.norm(pooled), atol=2e-3)
         assert np.isclose(np.linalg.norm(found), 1, atol=1e-5)

@@ -18,6 +18,7 @@ from kvctl.main import main
 from kvctl.output import DENIED, FAILED, MEANINGS, OK, UNREACHABLE, USAGE
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2
+from tests.reference import forked
 from tests.reference.fake_admin import FakeAdmin
 from tests.reference.fake_daemon import FakeDaemon, Knobs
 
@@ -200,7 +201,8 @@ def test_what_is_not_utf_8_is_wrong_usage(
 
 @pytest.mark.parametrize("command", ["status", "status --json", "blocks --limit 1"])
 def test_a_full_disk_behind_a_redirection_is_one_line(admin: FakeAdmin, command: str) -> None:
-    ended = _redirected(command, "/dev/full")
+    with open("/dev/full", "w") as full:
+        ended = forked.run([sys.executable, "-m", "kvctl.main", *command.split()], stdout=full)
     assert ended.returncode == FAILED
     assert ended.stderr == "kvctl: No space left on device\n"
 
@@ -208,14 +210,9 @@ def test_a_full_disk_behind_a_redirection_is_one_line(admin: FakeAdmin, command:
 def test_a_terminal_without_our_letters_gets_others(admin: FakeAdmin) -> None:
     admin.replies["Status"] = pb.StatusReply(state="serving", config_path="/tmp/für mich.toml")
     for command in ("status", "status --json"):
-        ended = _redirected(command, "/dev/null", PYTHONIOENCODING="ascii")
+        run = [sys.executable, "-m", "kvctl.main", *command.split()]
+        ended = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
         assert (ended.returncode, ended.stderr) == (OK, "")
-
-
-def _redirected(command: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "kvctl.main", *command.split()]
-    with open(path, "w") as out:
-        return subprocess.run(run, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
 def test_a_fingerprint_is_taken_as_listings_show_it(admin: FakeAdmin) -> None:

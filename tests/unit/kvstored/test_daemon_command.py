@@ -11,6 +11,7 @@ import pytest
 
 from kvstore_tiers.failpoints import ENVIRONMENT
 from kvstored.cli import EXIT_USAGE, main
+from tests.reference import forked
 
 
 def test_settings_are_checked_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +25,7 @@ def test_settings_are_checked_only_when_asked(capsys: pytest.CaptureFixture[str]
 def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "kvstored", "config"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = forked.run(command, stdout=full)
     assert done.returncode == 1
     assert done.stderr == "kvstored: No space left on device\n"
 

@@ -20,6 +20,7 @@ from kvstored.clients.objects import ObjectCatalogue
 from kvstored.clock import SystemClock
 from kvstored.state.orders import Orders as SavedOrders
 from kvstored.state.process import StateProcess
+from tests.reference.examples import examples
 
 NAMES = st.sampled_from(["a", "aa", "b/c", "ä"])
 DIGESTS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)
@@ -116,7 +117,7 @@ class CatalogueModel(RuleBasedStateMachine):
 
 
 TestCatalogueModel = CatalogueModel.TestCase
-TestCatalogueModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestCatalogueModel.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 
 
 def catalogue() -> ObjectCatalogue:

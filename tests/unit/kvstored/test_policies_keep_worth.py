@@ -189,6 +189,7 @@ def test_a_replay_gives_up_hits_for_room() -> None:
     assert hits[0] >= hits[1] >= hits[2] > 0.5 * hits[0]
 
 
+@pytest.mark.slow
 def test_the_guard_does_not_hold_chosen_room_against_the_policy() -> None:
     """LRU with room for everything hits more than a policy that may hold less; that is no reason to fill the tier."""
     trace = trace_of(sessions(2, 1500), every_s=8.0)

@@ -281,7 +281,7 @@ def shifting(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("capacity", [3, 10, 20, 33])
-@pytest.mark.parametrize("seed", each_nth(range(4), 2))
+@pytest.mark.parametrize("seed", each_nth(range(4), 4))
 @pytest.mark.parametrize("name", sorted(PAPERS))
 def test_it_evicts_what_the_paper_evicts(name: str, seed: int, capacity: int) -> None:
     for requests in (zipf(seed, 80, 600), shifting(seed, 600)):

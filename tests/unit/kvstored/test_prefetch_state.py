@@ -22,6 +22,7 @@ from kvstored.telemetry import Counters
 from tests.contract.test_predictor_contract import ask, drive, key, state_of
 from tests.reference import learning
 from tests.reference.blocks import Shelf
+from tests.reference.examples import quick_are
 from tests.reference.learning import learned_of
 
 PREDICTORS: list[Callable[[], Predictor]] = [OnHint, SessionReturn, Markov, Ensemble]
@@ -207,7 +208,7 @@ def test_the_deepest_block_of_a_request_is_known_after_a_restart() -> None:
     assert after.recent.names(0, keys[3]) == (keys[3],)
 
 
-@pytest.mark.parametrize("make", PREDICTORS)
+@pytest.mark.parametrize("make", quick_are(PREDICTORS, [False, False, False, True]))
 def test_a_state_that_cannot_be_used_changes_nothing(make: Callable[[], Predictor]) -> None:
     before, now_s = taught(make, shelf_of(*TENANTS))
     state, origin = joined(before), Origin(np.arange(3), 0, round(now_s * NS_PER_S))

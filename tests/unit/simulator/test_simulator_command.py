@@ -18,6 +18,7 @@ import pytest
 
 from kvstore_simulator.policies import POLICIES
 from kvstored.cli import main
+from tests.reference import forked
 from tests.reference.traces import plain_hits, sessions, write_claude_code, write_mooncake
 
 REQUESTS = sessions(5, 120)
@@ -351,12 +352,12 @@ def test_a_full_disk_behind_standard_output_is_a_failure(
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_trace_comes_through_a_pipe(chat: Path, packed: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    data = chat.read_bytes() if packed else gzip.decompress(chat.read_bytes())
+    plain = chat.with_suffix("")
+    plain.write_bytes(gzip.decompress(chat.read_bytes()))
     arguments = ["simulate", "-", "--format", "mooncake", "--policy", "lru", "--capacity", "0.1,0.1", "--json"]
-    piped = subprocess.run(
-        [sys.executable, "-m", "kvstored", *arguments], input=data, capture_output=True, check=True, timeout=60
-    )
-    assert piped.stderr == b""
+    with subprocess.Popen(["cat", chat if packed else plain], stdout=subprocess.PIPE) as pipe:
+        piped = forked.run([sys.executable, "-m", "kvstored", *arguments], stdin=pipe.stdout)
+    assert (piped.returncode, piped.stderr) == (0, "")
     rows = json.loads(piped.stdout)["rows"]
     expected = report(capsys, chat, *arguments[2:-1])["rows"]
     assert [row["policy"] for row in rows] == ["unbounded", "clairvoyant", "lru"], "a capacity named twice is one row"

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from kvstore_simulator import node_store
 from kvstore_simulator.machine import GPU, HBM, Machine
 from kvstore_simulator.node import Node, serve_trace
 from kvstore_simulator.node_settings import ABLATIONS, BASELINE, ORCHESTRATED, NodeSettings, ServingPlan
@@ -15,6 +16,7 @@ from kvstore_simulator.timing import TimingStudy
 from kvstore_simulator.trace import Op, Trace
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks.check import check
+from tests.reference.examples import quick_are
 from tests.reference.traces import sessions, trace_of
 from tests.unit.simulator.test_simulator_timing import BLOCK_BYTES, LONGER, MODEL, SLOT, asked, machine, near, spec
 
@@ -142,8 +144,9 @@ def test_a_tier_behind_dram_has_what_dram_has_no_room_for() -> None:
 
 
 @pytest.mark.parametrize("way", ["bounce", "off"])
-def test_what_nvme_alone_has_comes_past_dram(way: str) -> None:
-    """Nothing is copied from DRAM to the device: its byte rate does not allow it."""
+def test_what_nvme_alone_has_comes_past_dram(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied from DRAM to the device: its byte rate does not allow it, in no time that anybody waits."""
+    monkeypatch.setattr(node_store, "_SETTLE_S", 10.0)
     gpu = ALWAYS | {"rate": "1", "from_nvme": way}
     plan = replace(ABLATIONS["weigh"], prefetches=False)
     node = serve(LONGER, ((GPU, 100), ("dram", 4), ("nvme", 100)), plan, gpu=gpu)
@@ -178,7 +181,7 @@ CROWDED = ((GPU, 20), ("dram", 40), ("nvme", 120))
 
 
 @pytest.mark.parametrize("tiers", [CROWDED, (CROWDED[1], CROWDED[0], CROWDED[2])], ids=["first", "second"])
-@pytest.mark.parametrize("admission", ["always", "second-touch", "worth"])
+@pytest.mark.parametrize("admission", quick_are(["always", "second-touch", "worth"], [False, False, True]))
 def test_nothing_is_lost_and_nothing_is_copied_twice_for_one_use(
     admission: str, tiers: tuple[tuple[str, int], ...]
 ) -> None:
@@ -207,7 +210,7 @@ def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later() -> Non
 
 def test_plans_without_the_tier_have_its_memory_for_the_engine() -> None:
     tiers = tuple((name, blocks * SLOT) for name, blocks in CROWDED)
-    study = TimingStudy(TRACE, made(), 1, MODEL, tiers, 30 * BLOCK_BYTES, ("best",), without=(GPU,))
+    study = TimingStudy(TRACE.part(0, 60), made(), 1, MODEL, tiers, 30 * BLOCK_BYTES, ("best",), without=(GPU,))
     rows = {row["plan"]: row for row in (result.row for result in study.run(lambda label, done, total: None))}
     assert list(rows) == ["engine-alone", "baseline", "baseline-eager", "orchestrated", "without gpu"]
     assert rows.pop("orchestrated")["engine_blocks"] == 30
