@@ -176,7 +176,7 @@ def post_json(url: str, body: Mapping[str, Any] | None, timeout_s: float) -> dic
         raise CommandError(FAILED, f"{url} refused: {error.code} {error.reason} {said}") from None
     except http.client.InvalidURL as error:
         raise CommandError(USAGE, f"{url} is no address ({error}): write one such as http://127.0.0.1:8000") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise CommandError(UNREACHABLE, f"{url} does not answer: {why}") from None
     return found if isinstance(found, dict) else {}

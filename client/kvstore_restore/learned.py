@@ -140,7 +140,7 @@ class LearnedCosts:
         costs = cls(clock)
         try:
             costs._restore(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             costs = cls(clock)
         costs._path = path
         return costs

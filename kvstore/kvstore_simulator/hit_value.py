@@ -97,7 +97,7 @@ def load_prices(path: Path) -> Prices:
     """Return the prices in the TOML file `path`. Raises OSError, or ValueError with one line."""
     try:
         table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     if set(table) != _PRICE_KEYS:
         raise ValueError(f"{path}: a price table has the keys {', '.join(sorted(_PRICE_KEYS))} and no others")

@@ -138,7 +138,7 @@ def load_machine(name: str) -> Machine:
     path = Path(name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         return _machine(path.stem, table)

@@ -93,7 +93,7 @@ def parse_size(text: str | int, whole_bytes: int = 0) -> int:
             raise ValueError(f"{text!r} is more than everything")
         nbytes = int(whole_bytes * amount / 100)
     elif unit in _FACTORS:
-        nbytes = int(amount * _FACTORS[unit])
+        nbytes = int(min(amount * _FACTORS[unit], 2.0 * MAX_BYTES))  # hundreds of digits are infinity
     else:
         raise ValueError(f"{text!r}: unknown unit {unit!r}; use KiB, MiB, GiB, TiB or %")
     if isinstance(text, int):

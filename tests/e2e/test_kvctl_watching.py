@@ -81,6 +81,7 @@ def test_the_history_adds_up_to_what_happened(daemon: RunningDaemon) -> None:
 def test_the_history_is_asked_by_resolution_and_age(daemon: RunningDaemon) -> None:
     assert history(daemon, resolution_s=60).resolution_s == 60
     assert len(history(daemon, since_s=0.001).at_s) <= 1
+    assert len(history(daemon, since_s=1e300).at_s) >= len(history(daemon, since_s=0.001).at_s)
     with pytest.raises(grpc.RpcError) as caught:
         history(daemon, resolution_s=7)
     assert "keeps: 1, 60" in str(caught.value)

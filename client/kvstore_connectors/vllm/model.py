@@ -368,7 +368,7 @@ def _is_named_by_content(real: Path) -> bool:
 def _remembered(memory: Path | None) -> dict[str, str]:
     if memory is None:
         return {}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         known = json.loads(memory.read_text())
         if isinstance(known, dict):
             return {str(slot): str(digest) for slot, digest in known.items()}

@@ -22,7 +22,8 @@ async def history(request: pb.HistoryRequest, kept: History, store: Store, confi
         listed = ", ".join(map(str, kept.resolutions_s))
         raise KVStoreError(ErrorKind.INVALID, f"no samples of {resolution_s} s; this daemon keeps: {listed}")
     now_ns = store.clock.monotonic_ns()
-    since_ns = now_ns - round(request.since_s * NS_PER_S) if request.since_s > 0 else -1
+    asked_ns = request.since_s * NS_PER_S  # infinite, or no number, for all that is kept
+    since_ns = now_ns - round(asked_ns) if 0 < asked_ns < now_ns else -1
     window = kept.window(resolution_s, since_ns)
     # Reckoned back from now, so that a step of the wall clock does not tear the samples apart.
     wall_ns = store.clock.wall_ns()

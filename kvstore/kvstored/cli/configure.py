@@ -35,7 +35,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the settings given on the command line, each as "section.key=value"."""
     short = [
-        f"daemon.{key}={json.dumps(value)}"
+        f"daemon.{key}={json.dumps(value, ensure_ascii=False)}"
         for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))
         if value is not None
     ]

@@ -112,7 +112,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """Return the settings on the command line, with the ones that this command adds."""
     short = [
-        f"daemon.{key}={json.dumps(value)}"
+        f"daemon.{key}={json.dumps(value, ensure_ascii=False)}"
         for key, value in (("record", arguments.record), ("log_level", arguments.log_level))
         if value is not None
     ]

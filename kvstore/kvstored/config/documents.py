@@ -5,6 +5,7 @@ Unknown names and values of a wrong type are errors here; the meaning of values 
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ TIER, NEW_KIND = "tier", "memory"  # [[tier]], and what one is that does not say
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,15}\Z")
 _TAKEN = (TIER, TENANT, "absent", "remote", "gpu")  # a kind may be the name of a tier of that kind
 DEFAULT_ORIGIN = "default"
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # gRPC, LMDB and the kernel take no path with one of these
+_LEAST, _MOST = 1e-6, 10**9  # of any number that is no size: clocks count nanoseconds in 64 bits, gRPC in 32
 
 
 def reference_text() -> str:
@@ -41,10 +44,10 @@ def read_file(path: Path, merged: Table) -> Table:
     """Return the tables of settings in the TOML file `path`. `merged` has the tiers that are defined already. Raises
     ConfigError."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8; thousands of digits, or of brackets
         raise ConfigError(f"{path} is not TOML: {error}") from None
     return _named(document, merged, str(path))
 
@@ -61,7 +64,7 @@ def read_override(text: str, merged: Table) -> Table:
         )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     document = {TIER: [{"name": tier, tier_key: parsed}]} if of_tier else {section: {key: parsed}}
     return _named(document, merged, f"--set {text}")
@@ -164,17 +167,18 @@ def _new_tier(name: str, table: Table, merged: Table, source: str) -> Table:
 
 def _check_type(name: str, default: Any, value: Any) -> None:
     wanted = type(default)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
-    is_size = (
-        wanted is str
-        and (default == AUTO or is_size_text(default))
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-    )
-    is_fraction = name.endswith(("_s", "_worth")) and isinstance(value, float)
-    is_whole = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+    is_size = wanted is str and (default == AUTO or is_size_text(default)) and is_number and isinstance(value, int)
+    is_fraction = wanted is int and name.endswith(("_s", "_worth")) and isinstance(value, float)
+    is_whole = wanted is float and is_number
     if not (fits or is_size or is_fraction or is_whole):
         raise ConfigError(f"{name} must be {wanted.__name__}, got {value!r}")
+    if is_number and not is_size:
+        is_usable = not math.isfinite(value) or value == 0 or _LEAST <= abs(value) <= _MOST
+        need(is_usable, f"{name} must be 0, or from {_LEAST} to {_MOST}, got {value}")
+    is_text = not isinstance(value, str) or _NO_TEXT.search(value) is None
+    need(is_text, f"{name}: {value!r} has a zero byte in it, or bytes that are no UTF-8")
 
 
 def names_in(sections: Table) -> Iterator[tuple[str, str]]:

@@ -195,6 +195,7 @@ def _check(config: Config) -> None:
     for name, seconds in vars(config.scrub).items():
         if name.endswith("_s"):
             need(math.isfinite(seconds) and seconds >= 0, f"scrub.{name} must be a number of seconds, got {seconds}")
+    need(config.scrub.interval_s >= 0.1, "scrub.interval_s must be at least 0.1; scrub.enabled = false turns it off")
     one_of("durability.mode", config.durability.mode, DURABILITY_MODES)
     one_of("tenants.default", config.tenant_default, ("by-uid", "refuse"))
     for tenant in config.tenants:

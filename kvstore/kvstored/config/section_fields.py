@@ -31,6 +31,8 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
         if "_bytes" in field.name:
             value = size(name, table, key)
         elif hints[field.name] is Path or hints[field.name] == Path | None:
+            if not value and hints[field.name] is Path:
+                raise ConfigError(f"{name}.{key} is empty: write a path")
             value = Path(value).absolute() if value else None
         values[field.name] = value
     return kind(**values)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from kvstore_tiers.failpoints import ENVIRONMENT
 from kvstored.cli import EXIT_USAGE, main
+from kvstored.cli.configure import overrides
+from kvstored.config import load_config
 from tests.reference import forked
 
 
@@ -22,6 +25,12 @@ def test_settings_are_checked_only_when_asked(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (Linux)")
+def test_a_directory_may_have_any_letters_in_its_name() -> None:
+    named = Namespace(socket_dir="/tmp/\N{SNOWFLAKE} \N{GRINNING FACE}", state_dir='/tmp/"a"\\', set=[])
+    daemon = load_config(None, overrides(named)).daemon
+    assert (str(daemon.socket_dir), str(daemon.state_dir)) == (named.socket_dir, named.state_dir)
+
+
 def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "kvstored", "config"]

@@ -120,6 +120,15 @@ def test_staging_is_at_most_a_quarter_of_the_capacity() -> None:
         ("durability.batch_blocks=0", "durability.batch_blocks must be more than 0"),
         ("daemon.state_dir=5", "daemon.state_dir must be str"),
         ("daemon.socket_group=5", "daemon.socket_group must be str"),
+        ('daemon.state_dir=""', "daemon.state_dir is empty: write a path"),
+        (r'daemon.socket_dir="a\u0000b"', "has a zero byte in it"),
+        ("daemon.socket_dir=/tmp/\udcff", "bytes that are no UTF-8"),
+        ("prefetch.budget_bytes_per_s=0.5", "prefetch.budget_bytes_per_s must be str"),
+        ("limits.lease_ttl_ms=9223372036854775808", "limits.lease_ttl_ms must be 0, or from"),
+        ("host.ttl_s=1e300", "host.ttl_s must be 0, or from"),
+        ("traces.sample=1e-300", "traces.sample must be 0, or from"),
+        ("scrub.interval_s=0", "scrub.enabled = false turns it off"),
+        (f"host.capacity={'1' * 5000}", "is not between 0 and"),
     ],
 )
 def test_a_wrong_setting_is_named(override: str, says: str) -> None:
@@ -187,6 +196,8 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
         ("daemon = 1", "daemon is a section"),
         ("[daemon]\nstate_dir = 5", "daemon.state_dir must be str"),
         ("[", "is not TOML"),
+        ("host = " + "[" * 5000, "is not TOML"),
+        ("host = " + "1" * 5000, "is not TOML"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -240,7 +251,7 @@ def test_sizes_as_people_write_them(text: str | int, nbytes: int) -> None:
     assert parse_size(text, 1000) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1..5", "-1", "1e9", "101%", True, MAX_BYTES * 2])
+@pytest.mark.parametrize("text", ["", "MiB", "1..5", "-1", "1e9", "101%", True, MAX_BYTES * 2, "9" * 400])
 def test_sizes_that_are_none(text: str | int) -> None:
     with pytest.raises(ValueError):
         parse_size(text, 1000)

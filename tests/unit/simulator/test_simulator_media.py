@@ -133,6 +133,7 @@ def test_the_error_for_a_model_that_does_not_fit_names_the_devices_it_needs() ->
         (('capacity = "256GiB"', 'capacity = "much"'), "tiers.dram.capacity: 'much' is not a size"),
         (("duplex = true", 'duplex = "yes"'), "engine.duplex must be true or false"),
         (("[compute]", "[compute"), "is not TOML"),
+        (("[compute]", "x = " + "[" * 5000 + "\n[compute]"), "is not TOML"),
         (("parallel = 4", "parallel = 0"), "engine.parallel must be a number"),
     ],
 )

@@ -7,13 +7,14 @@ import mmap
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore_tiers.codecs import NotReadable, Undecodable, lossless
-from kvstore_tiers.codecs.library_worker import COMPRESS, DECOMPRESS, OPENZL
+from kvstore_tiers.codecs.library_worker import COMPRESS, DECOMPRESS, HEAD, OPENZL, serve
 from kvstore_tiers.codecs.lossless import Worker
 
 
@@ -49,6 +50,20 @@ def test_bytes_that_a_library_refuses_are_not_its_own(
     _library(tmp_path, monkeypatch, "raise RuntimeError('corrupt frame')")
     with worker.room(4096), pytest.raises(Undecodable, match="corrupt frame"):
         worker.ask(DECOMPRESS, OPENZL, [64], [4])
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_daemon_that_ends_within_a_request_ends_its_process_in_order(is_answered: bool) -> None:
+    ours, theirs = Pipe()
+    if is_answered:
+        theirs.send_bytes(b"an answer that nobody reads")
+    else:
+        ours.send_bytes(HEAD.pack(DECOMPRESS, OPENZL, False, 0, 0))
+    ours.close()
+    memory_fd = os.memfd_create("kvstored-codec", os.MFD_CLOEXEC)
+    os.ftruncate(memory_fd, mmap.PAGESIZE)
+    serve(theirs, memory_fd)
+    os.close(memory_fd)
 
 
 def test_a_process_that_stops_within_a_request_is_killed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

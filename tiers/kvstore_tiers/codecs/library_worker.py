@@ -20,6 +20,7 @@ import resource
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
@@ -112,30 +113,29 @@ _MAKERS: Final[dict[int, Callable[[], Library]]] = {OPENZL: OpenZL, BLOSC2: Blos
 
 
 def serve(connection: Connection, memory_fd: int) -> None:
-    """Answer requests until the other end closes."""
+    """Answer requests until the other end closes, or its process ends within a request."""
     opened: dict[int, Library] = {}
     memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):
+        while True:
             request = connection.recv_bytes()
-        except EOFError:
-            return
-        operation, library, is_bfloat, tensors, half = HEAD.unpack_from(request)
-        if len(memory) < 2 * half:
-            memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
-        numbers = np.frombuffer(request, "<u8", offset=HEAD.size).tolist()
-        sizes, lengths = numbers[:tensors], numbers[tensors:]
-        try:
-            used = opened.get(library) or opened.setdefault(library, _MAKERS[library]())
-            with memoryview(memory) as whole, whole[:half] as source, whole[half : 2 * half] as target:
-                if operation == COMPRESS:
-                    lengths = _compress(used, source, target, sizes, len(lengths), bool(is_bfloat))
-                else:
-                    _decompress(used, source, target, sizes, lengths)
-            connection.send_bytes(DONE + np.array(lengths, "<u8").tobytes())
-        except Exception as error:  # of a library, of any kind
-            verdict = FAILED if isinstance(error, ImportError | MemoryError | OSError) else REFUSED
-            connection.send_bytes(verdict + f"{type(error).__name__}: {error}".replace("\n", " ")[:300].encode())
+            operation, library, is_bfloat, tensors, half = HEAD.unpack_from(request)
+            if len(memory) < 2 * half:
+                memory = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+            numbers = np.frombuffer(request, "<u8", offset=HEAD.size).tolist()
+            sizes, lengths = numbers[:tensors], numbers[tensors:]
+            try:
+                used = opened.get(library) or opened.setdefault(library, _MAKERS[library]())
+                with memoryview(memory) as whole, whole[:half] as source, whole[half : 2 * half] as target:
+                    if operation == COMPRESS:
+                        lengths = _compress(used, source, target, sizes, len(lengths), bool(is_bfloat))
+                    else:
+                        _decompress(used, source, target, sizes, lengths)
+                answer = DONE + np.array(lengths, "<u8").tobytes()
+            except Exception as error:  # of a library, of any kind
+                verdict = FAILED if isinstance(error, ImportError | MemoryError | OSError) else REFUSED
+                answer = verdict + f"{type(error).__name__}: {error}".replace("\n", " ")[:300].encode()
+            connection.send_bytes(answer)
 
 
 def _compress(

@@ -86,7 +86,7 @@ def read_profile(path: Path) -> Profile:
         wrong = next((each for each in profile.layers if {*each} != {*PARTS} or not {*each.values()} <= {*BITS}), None)
     except OSError as error:
         raise ProfileError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProfileError(f"{path} is no profile of kvengine quality: {type(error).__name__}: {error}") from None
     if wrong is not None or not profile.layers or not profile.weights_digest:
         raise ProfileError(f"{path}: a layer is {{k, v}}, each one of {', '.join(BITS)}, got {wrong}")
