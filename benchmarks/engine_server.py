@@ -8,6 +8,10 @@ turns under the same prompts; a figure is the median of its turns.
 - `throughput_1` to `throughput_8`, and `throughput` of 16: against llama.cpp's server on the same ggml build. Best:
   `-fa off -no-kvu -np N -c ...`, a slot for each client. Default: no option but model and threads, which is four slots
   over a unified cache with flash attention. Latencies are medians over requests, from the sending on.
+- Possible are the tokens a second if our engine did nothing but multiply with the matrices, by our kernels, as many
+  threads and the baseline's instructions. A token costs its share of a step of one row a client, which reads all
+  weights once; a prompt token what a row more costs in a step of 256. Measured before and behind the servers' turns
+  in the same run; the faster counts.
 
     python benchmarks/engine_server.py [--json] [--quick]
 """
@@ -24,7 +28,7 @@ from support.engine import THREADS, comparable, model_path, quantisations
 from support.report import AT_LEAST, AT_MOST, Row, main, median, progress
 
 from kvstore_engine.batching.settings import EngineSettings
-from kvstore_engine.bench.against import Comparison, compare, context_for
+from kvstore_engine.bench.against import OURS, Comparison, compare, context_for, decoders
 from kvstore_engine.bench.child import ServerChild, answer_questions
 from kvstore_engine.bench.in_process import BenchEngine, opened, run_in_process
 from kvstore_engine.bench.over_http import MeasuredServer, run_over_http
@@ -35,6 +39,7 @@ from kvstore_engine.bench.workload import ClosedLoop, LoadSettings, Workload, ma
 CHILD = "without-http"
 TARGETS = {1: 2.0, 4: 2.8, 8: 3.0, 16: 3.0}
 WITHOUT_HTTP = 0.9
+MULTIPLIED_STEPS = 12
 SIZES = LoadSettings(requests=4)
 Figures = dict[str, float]
 
@@ -100,22 +105,48 @@ def llama_rows(quantisation: str, quick: bool) -> list[Row]:
     wanted = Comparison(
         model_path(quantisation), THREADS, tuple(TARGETS), rounds=1 if quick else 3, requests_each=1 if quick else 3
     )
-    result = compare(wanted, progress, decode=False)
+    with decoders(wanted.model, THREADS, comparable()) as sides:
+        before = _possible(sides[OURS], wanted.load)
+        result = compare(wanted, progress, decode=False)
+        behind = _possible(sides[OURS], wanted.load)
     if not result["same_ggml_build"]:
         raise SystemExit("the two sides did not run the same ggml build: no comparison")
-    return [row for each in result["rows"] for row in _rows(quantisation, each)]
+    possible = {clients: max(before[clients], behind[clients]) for clients in TARGETS}
+    return [row for each in result["rows"] for row in _rows(quantisation, each, possible[each["concurrency"]])]
 
 
-def _rows(name: str, row: dict[str, Any]) -> list[Row]:
-    def one(what: str, figure: str, unit: str, other: str, bound: str, target: float | None) -> Row:
+def _possible(products: ServerChild, load: LoadSettings) -> dict[int, float]:
+    """Return for each number of clients the tokens a second of `load` if only products were computed, by the process
+    `products`.
+    """
+
+    def step_s(rows: int, *, head: bool) -> float:
+        asked = {"products": True, "sequences": rows, "steps": MULTIPLIED_STEPS, "seed": 1, "head": head}
+        return float(min(products.ask(asked)["seconds"]))
+
+    prompt_s = step_s(load.prompt_tokens, head=False)
+    found = {}
+    for clients in TARGETS:
+        more_s = (prompt_s - step_s(clients, head=False)) / (load.prompt_tokens - clients)
+        token_s = step_s(clients, head=True) / clients + more_s * load.prompt_tokens / load.generate_tokens
+        found[clients] = 1 / token_s
+    progress("products alone, tokens/s: " + ", ".join(f"{clients}: {per_s:.0f}" for clients, per_s in found.items()))
+    return found
+
+
+def _rows(name: str, row: dict[str, Any], possible: float) -> list[Row]:
+    def one(
+        what: str, figure: str, unit: str, other: str, bound: str, target: float | None, limit: float | None = None
+    ) -> Row:
         ours, theirs = row[f"{figure}_ours"], row[f"{figure}_{other}"]
-        return Row(f"{name}_{what}", ours, unit, theirs, f"llama.cpp, {other}", bound, target)
+        alone = "products alone" if limit else ""
+        return Row(f"{name}_{what}", ours, unit, theirs, f"llama.cpp, {other}", bound, target, limit, alone)
 
     clients = row["concurrency"]
     if clients < max(TARGETS):
-        return [one(f"throughput_{clients}", "throughput", "tokens/s", "best", AT_LEAST, TARGETS[clients])]
+        return [one(f"throughput_{clients}", "throughput", "tokens/s", "best", AT_LEAST, TARGETS[clients], possible)]
     return [
-        one("throughput", "throughput", "tokens/s", "best", AT_LEAST, TARGETS[clients]),
+        one("throughput", "throughput", "tokens/s", "best", AT_LEAST, TARGETS[clients], possible),
         one("ttft", "ttft_p50_s", "s", "best", AT_MOST, 0.4),
         one("tpot", "tpot_p50_s", "s", "best", AT_MOST, 1.1),
         one("throughput_default", "throughput", "tokens/s", "default", AT_LEAST, 2.0),

@@ -1,4 +1,6 @@
-"""Products with interleaved q8_0 and q4_0 matrices: the definition, and the same bits by either compiler."""
+"""Products with interleaved q8_0 and q4_0 matrices: the definition, the same bits by either compiler, and sums with
+other rows.
+"""
 
 import numpy as np
 import pytest
@@ -47,12 +49,15 @@ def test_a_product_is_the_definitions_and_the_system_compilers(
     rows = random.standard_normal((count, 32 * blocks), dtype=np.float32) * np.float32(magnitude)
     rows[random.integers(count), :32] = 0  # a block without a scale
     graph = ProductGraph(rows, matrix, matrix_type)
+    addend = random.standard_normal((count, 8 * groups), dtype=np.float32) * np.float32(magnitude)
     try:
         theirs, ours = (
             graph.ours(_address(kernels, matrix_type), Product.new(), threads) for kernels in (system, tried)
         )
+        added = graph.ours(_address(tried, matrix_type), Product.new(), threads, addend)
     finally:
         graph.close()
     np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(added, ours + addend)
     expected = quantised_product(rows, matrix, matrix_type)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-3 * magnitude)

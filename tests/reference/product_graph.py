@@ -25,7 +25,7 @@ class ProductGraph:
     def __init__(self, rows: FloatArray, matrix: Bytes, matrix_type: int) -> None:
         self.ggml: Library = load_library()
         columns = len(matrix)
-        size_bytes = rows.nbytes + 4 * len(rows) * columns + (1 << 20)
+        size_bytes = rows.nbytes + 12 * len(rows) * columns + (1 << 20)
         self.context = self.ggml.init(InitParams(size_bytes, None, False))
         self.rows = self.ggml.new_tensor_2d(self.context, F32, rows.shape[1], len(rows))
         array_at(tensor_at(self.rows).data, np.float32, *rows.shape)[:] = rows
@@ -52,11 +52,16 @@ class ProductGraph:
     def ggmls(self) -> FloatArray:
         return self._compute(self.ggml.mul_mat(self.context, self.matrix, self.rows), 1)
 
-    def ours(self, address: int, product: Product, threads: int) -> FloatArray:
-        sources = (ct.c_void_p * 2)(self.rows, self.matrix)
+    def ours(self, address: int, product: Product, threads: int, addend: FloatArray | None = None) -> FloatArray:
+        """Return the product, to which the operation adds `addend` if there is one."""
         count, columns = self.shape
+        sources = [self.rows, self.matrix]
+        if addend is not None:
+            sources.append(self.ggml.new_tensor_2d(self.context, F32, columns, count))
+            array_at(tensor_at(sources[-1]).data, np.float32, count, columns)[:] = addend
+        listed = (ct.c_void_p * len(sources))(*sources)
         node = self.ggml.custom_4d(
-            self.context, F32, columns, count, 1, 1, sources, 2, address, -1, ct.addressof(product)
+            self.context, F32, columns, count, 1, 1, listed, len(listed), address, -1, ct.addressof(product)
         )
         return self._compute(node, threads)
 

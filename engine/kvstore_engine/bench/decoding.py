@@ -117,7 +117,9 @@ def decode_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str
 
 
 def multiply_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
-    """Multiply, a step at a time, each of the model's matrices with a row for each sequence, as a decode step does."""
+    """Multiply, a step at a time, each of the model's matrices with a row for each sequence, as a decode step does.
+    With {"head": False} in `question` the output's matrix is left out, as for the tokens of a prompt.
+    """
     from kvstore_engine.ggml.structs import tensor_at
     from kvstore_engine.gguf import GGUFFile
     from kvstore_engine.graph.decoder import AttentionOperation, GraphBuilder, PoolTensors
@@ -137,7 +139,7 @@ def multiply_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[s
         builder = GraphBuilder(*parts, layers=layers, tokens=count, outputs=count)
         stack.callback(ggml.free, builder.context)
         rows: dict[int, int] = {}
-        for linear in weights.linears():
+        for linear in weights.linears()[: None if question.get("head", True) else -1]:
             width = tensor_at(linear.weight).ne[0]
             if width not in rows:
                 rows[width] = ggml.new_tensor_2d(builder.context, F32, width, count)

@@ -150,32 +150,42 @@ class GraphBuilder:
         """Return the product of `rows` with the matrix `linear`, and its bias if there is one."""
         product: int
         if operation := self.products.operation(linear):
-            product = self._own_product(operation, self.products.userdata, linear.weight, rows)
+            product = self._own_product(operation, linear.weight, rows)
         else:
             product = self.ggml.mul_mat(self.context, linear.weight, rows)
         if linear.bias:
             product = self.ggml.add(self.context, product, linear.bias)
         return product
 
-    def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
-        """Return the product by the engine's own operation: `mul_mat`, but with other last bits for q8_0. Raises
-        ValueError for other rows.
+    def _added(self, linear: Linear, rows: int, norm: int, hidden: int) -> int:
+        """Return `hidden` plus the product of `rows` with the matrix `linear`, normed if `norm` is a weight: of our own
+        products in one node, since threads wait for one another behind each.
         """
-        factor = tensor_at(rows)
-        if (factor.type, *factor.nb[:2]) != (F32, _F32_BYTES, _F32_BYTES * factor.ne[0]) or factor.ne[2] != 1:
-            raise ValueError("our own products need contiguous rows of float32")
+        operation = self.products.operation(linear)
+        if operation and not linear.bias and not norm:
+            return self._own_product(operation, linear.weight, rows, hidden)
+        added: int = self.ggml.add(self.context, self._norm(self.linear(linear, rows), norm), hidden)
+        return added
+
+    def _own_product(self, operation: int, weight: int, *rows: int) -> int:
+        """Return the product by the engine's own operation: `mul_mat`, but with other last bits for q8_0. `rows` are
+        its factor, and what is added if anything is. Raises ValueError for other rows.
+        """
+        for each in map(tensor_at, rows):
+            if (each.type, *each.nb[:2]) != (F32, _F32_BYTES, _F32_BYTES * each.ne[0]) or each.ne[2] != 1:
+                raise ValueError("our own products need contiguous rows of float32")
         multiplied: int = self.ggml.custom_4d(
             self.context,
             F32,
             tensor_at(weight).ne[1],
-            tensor_at(rows).ne[1],
+            tensor_at(rows[0]).ne[1],
             1,
             1,
-            (ct.c_void_p * 2)(rows, weight),
-            2,
+            (ct.c_void_p * (1 + len(rows)))(rows[0], weight, *rows[1:]),
+            1 + len(rows),
             operation,
             _ALL_THREADS,
-            userdata,
+            self.products.userdata,
         )
         return multiplied
 
@@ -285,18 +295,14 @@ class GraphBuilder:
 
     def _project(self, index: int, attended: int, hidden: int) -> int:
         layer = self.model.layers[index]
-        projected = self._norm(self.linear(layer.attn_output, attended), layer.post_attention_norm)
-        added: int = self.ggml.add(self.context, projected, hidden)
-        return added
+        return self._added(layer.attn_output, attended, layer.post_attention_norm, hidden)
 
     # ---- feed forward and head ---------------------------------------------------------------------------------
 
     def _feed_forward(self, index: int, hidden: int) -> int:
         layer = self.model.layers[index]
         gated = self._gated(layer, self._norm(hidden, layer.ffn_norm))
-        down = self._norm(self.linear(layer.ffn_down, gated), layer.post_ffw_norm)
-        added: int = self.ggml.add(self.context, down, hidden)
-        return added
+        return self._added(layer.ffn_down, gated, layer.post_ffw_norm, hidden)
 
     def _gated(self, layer: LayerWeights, normed: int) -> int:
         activation = self.model.config.family.activation

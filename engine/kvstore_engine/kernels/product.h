@@ -15,10 +15,11 @@ constexpr int64_t kBlock = 32;    // elements that share a scale
 constexpr int64_t kTogether = 8;  // columns that are interleaved
 
 // What a product's node in ggml's graph names. Source 0: f32 [count][elements], contiguous; source 1: the matrix;
-// destination: f32 [count][columns].
+// source 2, if there is one: f32 [count][columns], contiguous, added to the product; destination: f32 [count][columns].
 struct Operands {
     const float* values;
     const char* matrix;
+    const float* addend;  // null: none
     float* output;
     int64_t count, elements, columns;
 
@@ -30,6 +31,7 @@ struct Operands {
         };
         values = (const float*)data(source(0));
         matrix = data(source(1));
+        addend = source(2) ? (const float*)data(source(2)) : nullptr;
         output = (float*)data(destination);
         count = extent(source(0), 1);
         elements = extent(source(1), 0);
@@ -124,6 +126,14 @@ inline void* workspace(size_t bytes) {
     return pthread_getspecific(kWorkspace);
 }
 
+// Adds the addend to columns [begin, end) of the product, of which there are a multiple of kTogether.
+inline void add(const Operands& given, int64_t begin, int64_t end) {
+    for (int64_t row = 0; row < given.count; row++)
+        for (int64_t at = row * given.columns + begin; at < row * given.columns + end; at += kTogether)
+            _mm256_storeu_ps(given.output + at,
+                             _mm256_add_ps(_mm256_loadu_ps(given.output + at), _mm256_loadu_ps(given.addend + at)));
+}
+
 // The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each. Up to
 // `most` rows at a time are multiplied by multiply(tiles, columns, rows, count, blocks, output, stride); of these each
 // block's lie together in `rows`, as Row::take makes them of 32 values.
@@ -139,6 +149,7 @@ void multiply_interleaved(const char* destination, int threads, Product* product
         for (int64_t row = 0; row < given.count; row += most)
             multiply(given.matrix + begin / kTogether * blocks * tile_bytes, end - begin, rows + row * blocks,
                      std::min(most, given.count - row), blocks, given.output + row * given.columns + begin, given.columns);
+        if (given.addend) add(given, begin, end);
     });
 }
 

@@ -45,7 +45,8 @@ from kvstore_engine.bench.workload import (
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import tensor_at
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model.weights import load_model
+from kvstore_engine.graph import GraphBuilder
+from kvstore_engine.model.weights import Linear, load_model
 from kvstore_engine.profiler import Profiler
 from tests.reference.batch_runs import twin_engine
 from tests.reference.tiny_llama import write_tiny_llama
@@ -382,14 +383,27 @@ class TestComparable:
         with against.decoders(Path("model"), 2, {}):
             assert spin_counts == ["300000", "300000"]
 
-    def test_the_products_of_a_step_are_all_of_the_models(self, tmp_path: Path) -> None:
+    def test_the_products_of_a_step_are_all_of_the_models(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = write_tiny_llama(tmp_path / "tiny.gguf")
         with GGUFFile.open(path) as file, load_model(file) as model:
             multiplied = {tensor_at(linear.weight).name.decode() for linear in model.linears()}
             matrices = {name for name, tensor in file.tensors.items() if len(tensor.shape) == 2}
             assert multiplied >= matrices - {"token_embd.weight"}
-        answer = multiply_ours(path, 2, {"sequences": 3, "steps": 2, "seed": 1})
-        assert len(cast("list[float]", answer["seconds"])) == 2
+        built: list[Linear] = []
+        plain = GraphBuilder.linear
+
+        def noted(builder: GraphBuilder, linear: Linear, rows: int) -> int:
+            built.append(linear)
+            return plain(builder, linear, rows)
+
+        monkeypatch.setattr(GraphBuilder, "linear", noted)
+        for head in (True, False):
+            answer = multiply_ours(path, 2, {"sequences": 3, "steps": 2, "seed": 1, "head": head})
+            assert len(cast("list[float]", answer["seconds"])) == 2
+            assert len(built) == len(multiplied) - (not head)
+            built.clear()
 
     def test_only_the_side_of_products_leaves_out_the_rest_of_a_step(self) -> None:
         asked: list[dict[str, object]] = []
