@@ -19,7 +19,7 @@ from kvstored.store.assembly import Store
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SOONER_S = 0.005  # while more blocks have expired
-AT_ONCE_S = 0.0003  # for parts of a tick; then requests that wait have their turn
+AT_ONCE_S = 0.001  # for parts of a tick; then requests that wait have their turn
 PREFAULT_SLICE_BYTES = 8 << 20
 
 

@@ -177,7 +177,7 @@ class _DirectStream(asyncio.Protocol):
             reply = self._requests.begin(request)
             if reply is not None:
                 self._write(reply)
-            if self._now_ns() >= turn_ends_ns:
+            if self._now_ns() >= turn_ends_ns and len(self._frames):  # else nothing waits for another turn
                 self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
                 if len(self._frames) <= READ_AHEAD_BYTES:
                     return
