@@ -8,6 +8,7 @@ Invariant: all that is queued runs exactly once, on the loop, in the order in wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
@@ -66,8 +67,7 @@ class CompletionQueue:
         """Call `work`, for which no answer waits, in a later turn of the loop; after `hold_later`, in `do_later`."""
         self._later.append(work)
         if not (self._is_later_held or self._is_later_due):
-            self._is_later_due = True
-            self._loop.call_soon(self.do_later)
+            self._do_later_soon()
 
     def hold_later(self) -> None:
         """Keep later work back until `do_later` is called, in the present turn of the loop."""
@@ -83,10 +83,14 @@ class CompletionQueue:
             except Exception as error:
                 self._loop.call_exception_handler({"message": "later work failed", "exception": error})
             if self._later and self._loop.time() >= ends_s:
-                self._is_later_due = True
-                self._loop.call_soon(self.do_later)
+                self._do_later_soon()
                 break
         self._is_later_held = False
+
+    def _do_later_soon(self) -> None:
+        self._is_later_due = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon is past caring
+            self._loop.call_soon(self.do_later)
 
     def _wake(self, *, on_loop: bool) -> None:
         call_soon = self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe  # two system calls

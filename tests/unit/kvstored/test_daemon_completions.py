@@ -90,9 +90,11 @@ def test_a_completion_may_start_another_and_drained_waits_for_it_too() -> None:
 
 def test_a_post_after_the_loops_end_is_nobodys_concern() -> None:
     loop = asyncio.new_event_loop()
-    post = CompletionQueue(loop).to_loop(lambda _: None)
+    queue = CompletionQueue(loop)
+    post = queue.to_loop(lambda _: None)
     loop.close()
     post(DONE)
+    queue.later(lambda: None)
 
 
 def test_later_work_runs_in_order_and_takes_along_what_it_adds() -> None:
