@@ -3,7 +3,9 @@
 Idle, on either stream, against an empty echo of the same kind of stream in the same run, interleaved. The target is the
 gRPC stream's. Beside the load, on the direct stream: against the idle lookup, and as what is possible an empty echo
 beside the same load, to a server that does nothing else. The load moves some 450 blocks of 1 MiB a second each way, and
-every put has to evict; the keys looked up are leased, so they stay.
+every put has to evict; the keys looked up are leased, so they stay. The last row says how much of that is a lack of
+processors: of each second beside the load, how long the daemon's control thread was ready and had none, against how
+long it ran. What it waits in the middle of a request, the lookups behind that wait too, and no code can leave out.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def measure(quick: bool) -> list[Row]:
                 rounds = 3 if quick else 8
                 idle, echoes = _idle(session, keys, floor, rounds)
                 grpc_idle, grpc_echoes = _idle(through_grpc, keys, grpc_floor, rounds)
-                busy, echoes_busy = _beside_load(daemon, session, keys, floor, seconds=2.0 if quick else 8.0)
+                seconds = 2.0 if quick else 8.0
+                busy, echoes_busy, (ran_s, waited_s) = _beside_load(daemon, session, keys, floor, seconds)
     ms = 1e3
     return [
         Row(
@@ -74,6 +77,7 @@ def measure(quick: bool) -> list[Row]:
             "lookup_64_load_p99", percentile(busy, 99) * ms, "ms", LIMIT_MS, "limit", AT_MOST, 1.0,
             percentile(echoes_busy, 99) * ms, ECHO_BESIDE,
         ),
+        Row("lookup_64_load_control_waits", waited_s * ms, "ms/s", ran_s * ms, "control thread runs"),
     ]  # fmt: skip
 
 
@@ -91,23 +95,25 @@ def _idle(session: Session, keys: BlockKeys, floor: EchoClient, rounds: int) -> 
 
 def _beside_load(
     daemon: BenchDaemon, session: Session, keys: BlockKeys, floor: EchoClient, seconds: float
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], tuple[float, float]]:
+    """Return the times of lookups and of echoes, and for how much of a second the control thread ran and waited."""
     with full_load(daemon.socket_dir, MIB):
         time_each(lambda: _look_up(session, keys), WARM_UP)
-        before, started = _counters(daemon), time.perf_counter()
+        before, control, started = _counters(daemon), daemon.control_run_and_wait_s(), time.perf_counter()
         lookups: list[float] = []
         echoes: list[float] = []
         while time.perf_counter() < started + seconds:
             lookups += time_each(lambda: _look_up(session, keys), 50)
             echoes += time_each(floor.ping, 25)
         elapsed_s, after = time.perf_counter() - started, _counters(daemon)
+        ran_s, waited_s = (now - then for now, then in zip(daemon.control_run_and_wait_s(), control, strict=True))
     rates = {
         name: (after[name] - before[name]) / elapsed_s for name in ("stored_blocks", "acquired_blocks", "evictions")
     }
     progress("load: " + ", ".join(f"{rate:.0f} {name.replace('_', ' ')}/s" for name, rate in rates.items()))
     if rates["evictions"] < rates["stored_blocks"] / 2:
         raise RuntimeError(f"no eviction storm: {rates}")
-    return lookups, echoes
+    return lookups, echoes, (ran_s / elapsed_s, waited_s / elapsed_s)
 
 
 def _look_up(session: Session, keys: BlockKeys) -> None:

@@ -79,7 +79,12 @@ class BenchDaemon:
 
     def control_s(self) -> float:
         """Return the time that the daemon's first thread, which holds all state, has used of a processor."""
-        return int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
+        return self.control_run_and_wait_s()[0]
+
+    def control_run_and_wait_s(self) -> tuple[float, float]:
+        """Return that time, and the time for which that thread was ready to run and had no processor."""
+        ran_ns, waited_ns, _ = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()
+        return int(ran_ns) / 1e9, int(waited_ns) / 1e9
 
     def admin(self, method: str, request: Any) -> Any:
         """One call of the Admin service."""

@@ -261,7 +261,7 @@ def make_services(
         verbs = recorded(verbs, config.daemon.record, clock, stack, *said, hides_keys=hides_keys)
     if config.traces.endpoint:
         verbs = _with_traces(verbs, store, stack)
-    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock)
+    answering = StreamServices(verbs, limits.inflight_per_client, Pressure(store), latencies, clock, store.completions)
     streams = DirectStreams(answering, limits.message_bytes)
     indexes = LookupIndexes(config.index.slots, index_bytes, store.residency, asyncio.get_running_loop().call_soon)
     store.residency.observe(indexes)

@@ -28,28 +28,36 @@ class Frames:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._buffer = bytearray()  # grows and shrinks in place: a peer that sends byte by byte costs no more
+        self._received: bytes | bytearray = b""
+        self._taken = 0  # of these
 
     def __len__(self) -> int:
         """Return the bytes received and not yet taken."""
-        return len(self._buffer)
+        return len(self._received) - self._taken
 
     def feed(self, data: bytes) -> None:
         """Add `data`, the next bytes of the received stream. It may end in the middle of a message."""
-        self._buffer += data
+        if self._taken == len(self._received):  # as a rule; then nothing is copied twice
+            self._received, self._taken = data, 0
+            return
+        if not isinstance(self._received, bytearray):
+            self._received = bytearray(self._received)  # grows in place: a peer that sends byte by byte costs no more
+        del self._received[: self._taken]
+        self._taken = 0
+        self._received += data
 
     def take(self) -> bytes | None:
         """Remove and return the next message, or return None if only a part of it was received yet. Raises
         FrameTooLarge.
         """
-        if len(self._buffer) < _LENGTH.size:
+        received, first = self._received, self._taken + _LENGTH.size
+        if len(received) < first:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        (length,) = _LENGTH.unpack_from(received, self._taken)
         if length > self._limit_bytes:
             raise FrameTooLarge(f"a message of {length} bytes, more than {self._limit_bytes}")
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
+        end = first + length
+        if len(received) < end:
             return None
-        message = bytes(memoryview(self._buffer)[_LENGTH.size : end])
-        del self._buffer[:end]
-        return message
+        self._taken = end
+        return bytes(received[first:end])

@@ -12,7 +12,7 @@ import pytest
 from kvstore_tiers.base import Slot
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import SystemClock
-from kvstored.health.maintenance import TICK_S, Maintenance
+from kvstored.health.maintenance import AT_ONCE_S, TICK_S, Maintenance
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from kvstored.store.leases import LeaseTable
@@ -124,3 +124,24 @@ def test_an_error_in_one_part_ends_no_other_and_is_logged_once(caplog: pytest.Lo
     asyncio.run(run())
     assert ticked[:2] == ["blocks", "sample"]
     assert len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text
+
+
+def test_requests_have_their_turn_between_the_parts_of_a_tick_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        now_s, ran = loop.time(), list[str]()
+        monkeypatch.setattr(loop, "time", lambda: now_s)
+
+        def part() -> None:
+            nonlocal now_s
+            now_s += AT_ONCE_S
+            ran.append("part")
+
+        retention: Any = SimpleNamespace(tick=lambda: False)
+        leases: Any = SimpleNamespace(expire=lambda now_ns: 0)
+        store: Any = SimpleNamespace(leases=leases, retention=retention, clock=SystemClock(), counters=Counters())
+        loop.call_soon(ran.append, "request")
+        await Maintenance(store, [part, part]).tick()
+        assert ran == ["part", "request", "part"]
+
+    asyncio.run(run())

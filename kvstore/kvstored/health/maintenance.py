@@ -1,7 +1,8 @@
 """Periodic work: expired leases and blocks, prefaulting of arenas, the watchdog of systemd, samples for the history.
 
-One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL. Invariant: a
-failure in a part does not end the ticks, which leases and the service manager's watchdog depend on.
+One tick a tenth of a second, whose parts are bounded; requests have their turn between them once a tick takes long.
+Prefaulting runs in a thread of its own without the GIL. Invariant: a failure in a part does not end the ticks, which
+leases and the service manager's watchdog depend on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvstored.store.assembly import Store
 log = logging.getLogger(__name__)
 TICK_S = 0.1
 SOONER_S = 0.005  # while more blocks have expired
+AT_ONCE_S = 0.001  # for parts of a tick; then requests that wait have their turn
 PREFAULT_SLICE_BYTES = 8 << 20
 
 
@@ -33,19 +35,25 @@ class Maintenance:
         self._failed: set[str] = set()  # what was logged already
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
-    def tick(self) -> None:
-        """Do the periodic work once. If one part of it fails, the others are still done."""
-        self._do(self._expire_leases, self._expire_blocks, *self._watches)
+    async def tick(self) -> None:
+        """Do the periodic work once, and let others have the loop in between. If one part of it fails, the others are
+        still done."""
+        now_s = asyncio.get_running_loop().time
+        pause_s = now_s() + AT_ONCE_S
+        for part in (self._expire_leases, self._expire_blocks, *self._watches):
+            if now_s() >= pause_s:
+                await asyncio.sleep(0)
+                pause_s = now_s() + AT_ONCE_S
+            self._do(part)
 
-    def _do(self, *parts: Callable[[], None]) -> None:
-        for part in parts:
-            try:
-                part()
-            except Exception as error:  # a mistake of ours; it may come again each tick, so it is logged once
-                failure = f"{type(error).__name__} in {getattr(part, '__qualname__', part)}"
-                if failure not in self._failed:
-                    self._failed.add(failure)
-                    log.exception("maintenance failed (%s); it goes on", failure)
+    def _do(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:  # a mistake of ours; it may come again each tick, so it is logged once
+            failure = f"{type(error).__name__} in {getattr(part, '__qualname__', part)}"
+            if failure not in self._failed:
+                self._failed.add(failure)
+                log.exception("maintenance failed (%s); it goes on", failure)
 
     def _expire_leases(self) -> None:
         store = self._store
@@ -59,7 +67,7 @@ class Maintenance:
         next_ping_s = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            self.tick()
+            await self.tick()
             if interval_s is not None and loop.time() >= next_ping_s:
                 notify("WATCHDOG=1")
                 next_ping_s = loop.time() + interval_s

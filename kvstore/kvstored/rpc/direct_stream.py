@@ -94,7 +94,7 @@ class _DirectStream(asyncio.Protocol):
     ) -> None:
         self._session = session
         self._requests = Requests(session, answering, self._send)
-        self._now_ns = answering.clock.monotonic_ns
+        self._now_ns, self._completions = answering.clock.monotonic_ns, answering.completions
         self._frames = Frames(message_bytes)
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
@@ -156,10 +156,17 @@ class _DirectStream(asyncio.Protocol):
     # Requests and answers
 
     def _take_turn(self) -> None:
-        """Begin waiting requests for the length of one turn; then other streams have their turn, and later this one
-        again.
+        """Begin waiting requests for the length of one turn, and do the work that follows their answers; then other
+        streams have their turn, and later this one again.
         """
         self._next_turn = None
+        self._completions.hold_later()
+        try:
+            self._begin_requests()
+        finally:
+            self._completions.do_later()
+
+    def _begin_requests(self) -> None:
         assert self._transport is not None
         turn_ends_ns = self._now_ns() + TURN_NS
         while self._may_write.is_set() and not self._is_over:
@@ -170,7 +177,7 @@ class _DirectStream(asyncio.Protocol):
             reply = self._requests.begin(request)
             if reply is not None:
                 self._write(reply)
-            if self._now_ns() >= turn_ends_ns:
+            if self._now_ns() >= turn_ends_ns and len(self._frames):  # else nothing waits for another turn
                 self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
                 if len(self._frames) <= READ_AHEAD_BYTES:
                     return

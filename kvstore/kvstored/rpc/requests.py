@@ -19,6 +19,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.pressure import Pressure, Work
 from kvstored.clients.sessions import ClientSession
 from kvstored.clock import Clock
+from kvstored.completions import CompletionQueue
 from kvstored.rpc.verbs import Verbs
 from kvstored.telemetry import Latencies
 
@@ -32,7 +33,7 @@ class StreamOver(Exception):
 
 class StreamServices(NamedTuple):
     """The objects that a stream needs to answer requests. `inflight_limit` bounds the running tasks of one client, over
-    all its streams.
+    all its streams. `completions` has the work that follows an answer.
     """
 
     verbs: Verbs
@@ -40,6 +41,7 @@ class StreamServices(NamedTuple):
     pressure: Pressure
     latencies: Latencies
     clock: Clock
+    completions: CompletionQueue
 
 
 class Requests:

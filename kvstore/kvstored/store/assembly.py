@@ -8,7 +8,6 @@ clock and a completion queue gets exactly the movement and the decisions of the 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -72,18 +71,14 @@ PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for
 
 
 def make_policy(
-    config: Config, residency: Residency, position: int, create: Callable[..., EvictionPolicy] = create
+    config: Config,
+    residency: Residency,
+    position: int,
+    later: Callable[[Callable[[], None]], object],
+    create: Callable[..., EvictionPolicy] = create,
 ) -> EvictionPolicy:
     section = config.tier(residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
-    return create(section.policy, residency, position, PolicySettings(section.keep_worth, _soon))
-
-
-def _soon(work: Callable[[], None]) -> None:
-    """Run `work` in a later turn of the event loop, or at once where none runs."""
-    try:
-        asyncio.get_running_loop().call_soon(work)
-    except RuntimeError:
-        work()
+    return create(section.policy, residency, position, PolicySettings(section.keep_worth, later))
 
 
 def _ttl_s(config: Config, residency: Residency, position: int) -> float:
@@ -125,7 +120,7 @@ def make_prefetch(
             if settings.predictor != LEARNED:
                 raise
             raise ConfigError(f"prefetch.model: {error}") from None
-    guarded = GuardedPredictor(predictor, _soon)
+    guarded = GuardedPredictor(predictor, ground.completions.later)
     held_bytes = ground.config.host.capacity_bytes // HELD_SHARE
     credit = PrefetchCredit(settings.waste_limit, settings.min_probability, held_bytes, ground.counters)
     prefetcher = Prefetcher(settings, guarded, residency, promoter, policies, ground.clock, recent, credit)
@@ -185,7 +180,7 @@ class Store:
         lanes = make_lanes(config, residency, self.keyed, device_promotion_tiers(tiers, residency))
         self.mover = Mover(lanes, completions, clock)
         links = TierLinks(ground, self.mover, self._breakers)
-        self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
+        self.policies = [make_policy(config, residency, at, completions.later) for at in range(len(tiers))]
         priorities = make_priorities(residency, self.policies)
         self.boundaries = Boundaries(residency, priorities, clock)
         gates, breaker = make_gates(ground, self.policies, remote_writes), self.breaker
@@ -245,7 +240,8 @@ class Store:
         """Return a new policy for the tier at `position`, which is notified of the tier's events from now on and has
         learned nothing. With `is_empty`, it knows none of the tier's blocks, and is not notified. Call `follow_policy`
         next, which lets it decide."""
-        policy = make_policy(self._policy_config, self.residency, position, create_empty if is_empty else create)
+        later, made_by = self.completions.later, create_empty if is_empty else create
+        policy = make_policy(self._policy_config, self.residency, position, later, made_by)
         for tenant, share in self.policies[position].shares.items():
             policy.set_share(tenant, share)
         return policy

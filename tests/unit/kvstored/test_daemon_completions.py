@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstored.completions import CompletionQueue
+from kvstored.completions import LATER_S, CompletionQueue
 
 DONE = Outcome(OutcomeKind.DONE)
 
@@ -87,6 +90,60 @@ def test_a_completion_may_start_another_and_drained_waits_for_it_too() -> None:
 
 def test_a_post_after_the_loops_end_is_nobodys_concern() -> None:
     loop = asyncio.new_event_loop()
-    post = CompletionQueue(loop).to_loop(lambda _: None)
+    queue = CompletionQueue(loop)
+    post = queue.to_loop(lambda _: None)
     loop.close()
     post(DONE)
+    queue.later(lambda: None)
+
+
+def test_later_work_runs_in_order_and_takes_along_what_it_adds() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        reported: list[object] = []
+        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        queue, ran, turns = CompletionQueue(loop), list[tuple[str, int]](), 0
+
+        def broken() -> None:
+            raise RuntimeError("a broken invariant")
+
+        def noted(name: str) -> Callable[[], None]:
+            return lambda: ran.append((name, turns))
+
+        queue.later(broken)
+        queue.later(lambda: queue.later(noted("added")))
+        queue.later(noted("last"))
+        assert not ran and not reported, "not at once"
+        while len(ran) < 2:
+            turns += 1
+            await asyncio.sleep(0)
+        assert ran == [("last", 1), ("added", 1)] and len(reported) == 1
+        queue.hold_later()
+        queue.later(noted("held"))
+        await asyncio.sleep(0)
+        assert len(ran) == 2
+        queue.do_later()
+        assert ran[-1] == ("held", 1)
+
+    asyncio.run(run())
+
+
+def test_later_work_that_takes_long_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        queue, ran, now_s = CompletionQueue(loop), list[str](), loop.time()
+        monkeypatch.setattr(loop, "time", lambda: now_s)
+
+        def slow() -> None:
+            nonlocal now_s
+            now_s += LATER_S
+            ran.append("slow")
+
+        queue.later(slow)
+        queue.later(slow)
+        loop.call_soon(ran.append, "another")
+        while len(ran) < 3:
+            await asyncio.sleep(0)
+        assert ran == ["slow", "another", "slow"]
+
+    asyncio.run(run())

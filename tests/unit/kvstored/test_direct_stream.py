@@ -15,6 +15,7 @@ import pytest
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.completions import CompletionQueue
 from kvstored.rpc import direct_stream
 from kvstored.rpc.direct_stream import TURN_NS, DirectStreams
 from kvstored.rpc.requests import StreamServices
@@ -35,12 +36,14 @@ class Scene:
         self.may_answer = asyncio.Event()
         self.payload = b""
         self.quick: pb.Response | None = None
+        self.on_begin: Callable[[], None] = lambda: None
         quick = dict.fromkeys(("ping", "acquire"), self._quick)
         verbs: Any = SimpleNamespace(quick=quick, slow={"acquire": self._slow}, undelivered=self._undelivered)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: self.now_ns)
         pressure: Any = SimpleNamespace(measure=lambda *_: (None, 0), begin=lambda *_: None, end=lambda *_: None)
-        self.streams = DirectStreams(StreamServices(verbs, 8, pressure, latencies, clock), LIMIT)
+        self.completions = CompletionQueue(asyncio.get_running_loop())
+        self.streams = DirectStreams(StreamServices(verbs, 8, pressure, latencies, clock, self.completions), LIMIT)
         self.client = self.open()
 
     def open(self) -> Client:
@@ -48,6 +51,7 @@ class Scene:
 
     def _quick(self, session: object, request: pb.Request) -> pb.Response | None:
         self.begun.append(request.request_id)
+        self.on_begin()
         self.now_ns += self.request_ns
         if self.quick is not None:
             return self.quick
@@ -88,6 +92,10 @@ class Client:
             while data := self.socket.recv(1 << 20):
                 self._frames.feed(data)
 
+    @property
+    def has_answer(self) -> bool:
+        return len(self._frames) > 0
+
     async def answer(self) -> pb.Response | None:
         """The next one; None at the end of the stream."""
         while (message := self._frames.take()) is None:
@@ -125,6 +133,25 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
+
+
+def test_later_work_of_a_request_follows_its_answer_in_the_same_turn() -> None:
+    async def scenario(scene: Scene) -> None:
+        seen: list[tuple[bool, int]] = []
+
+        def note() -> None:
+            scene.client.read_now()
+            seen.append((scene.client.has_answer, turns))
+
+        scene.on_begin = lambda: scene.completions.later(lambda: scene.completions.later(note))
+        turns = 0
+        await scene.client.send(ping(1))
+        while not scene.begun:
+            turns += 1
+            await asyncio.sleep(0)
+        assert seen == [(True, turns)], "no turn of the loop came between the request and its later work"
+
+    run(scenario)
 
 
 def test_requests_are_answered_by_number_and_slow_ones_when_they_are_done() -> None:

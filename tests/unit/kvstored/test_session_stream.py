@@ -59,7 +59,7 @@ class Scene:
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: 0)
         nothing: Any = None
-        service = SessionService(sessions, StreamServices(verbs, 8, nothing, latencies, clock))
+        service = SessionService(sessions, StreamServices(verbs, 8, nothing, latencies, clock, nothing))
         self.serving = asyncio.ensure_future(service.Session(None, self.context))
 
     def _quick(self, session: object, request: pb.Request) -> pb.Response:

@@ -238,13 +238,18 @@ class Ledger:
         if rows > len(free):
             return
         columns = SlotRun.of(slots)
-        places = zip(columns.containers, columns.offsets, strict=True)
-        packed = array("Q", [container << 32 | offset >> _OFFSET_UNIT for container, offset in places]).tobytes()
+        containers, offsets = columns.containers, columns.offsets
+        if len(slots) and containers.count(arena := containers[0]) == len(slots):  # as a rule
+            above = arena << 32
+            places = [above | offset >> _OFFSET_UNIT for offset in offsets]
+        else:
+            places = [arena << 32 | at >> _OFFSET_UNIT for arena, at in zip(containers, offsets, strict=True)]
+        packed = array("Q", places).tobytes()
         second = _U64.pack(lease_id << _ROW_BITS | rows)
         taken = self._rows_of_lease[lease_id] = [free.pop() for _ in range(rows)]
         for position, at in enumerate(taken):
             part = packed[position * _PLACES_BYTES : (position + 1) * _PLACES_BYTES]
-            struct.pack_into(f"{_U64.size + len(part)}s", memory, at + _U64.size, second + part)
+            memory[at + _U64.size : at + 2 * _U64.size + len(part)] = second + part
             _U64.pack_into(memory, at, session_id << 32 | len(part) // _U64.size)
 
     def end_lease(self, lease_id: int) -> None:

@@ -35,9 +35,13 @@ class RowRun:
 def span_of(rows: Sequence[int]) -> slice | None:
     """Return the slice of a column that is `rows` in their order, or None if they do not follow one another."""
     first, end = (rows[0], rows[0] + len(rows)) if rows else (0, 0)
-    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and [*rows] != [*range(first, end)])):
+    if rows and (rows[-1] != end - 1 or (len(rows) > 2 and list(range(first, end)) != _listed(rows))):
         return None
     return slice(first, end)
+
+
+def _listed(rows: Sequence[int]) -> list[int]:
+    return rows if isinstance(rows, list) else [*rows]
 
 
 def fill(column: array[int], rows: Sequence[int], value: int, span: slice | None = None) -> None:

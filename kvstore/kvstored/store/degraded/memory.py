@@ -8,10 +8,12 @@ ignored; with none of them there is no limit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_PART_BYTES = 16_384  # of a file: all of it, as a rule
 _V1_NO_LIMIT = 1 << 62  # what version 1 shows where no limit is set is a little less than 2**63
 
 
@@ -86,9 +88,18 @@ def _version_1(folder: Path) -> Iterator[tuple[int, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # requests wait meanwhile, and a file object takes longer
     except OSError:
         return ""
+    try:
+        found = b""
+        while part := os.read(file, _PART_BYTES):
+            found += part
+        return found.decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _number(path: Path) -> int | None:

@@ -7,9 +7,9 @@ that is cancelled, or whose client is gone, leaves no pin, and cancels queued pr
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from itertools import accumulate, groupby, takewhile
 from operator import itemgetter
 
@@ -207,7 +207,8 @@ class Gets:
         # Policies are notified once the answer is on its way: for 64 blocks that is a tenth of the client's wait.
         now_ns = self._clock.monotonic_ns()
         is_whole = not (asked.mapped_only and len(resident) > found)  # else a get may load the rest, and is the request
-        asyncio.get_running_loop().call_soon(self._note, client, leased if is_whole else None, asked, found, now_ns)
+        note = partial(self._note, client, leased if is_whole else None, asked, found, now_ns)
+        self._store.completions.later(note)
         run = self._lease(client, asked, leased, 0, sources) if found else None
         if not asked.mapped_only:
             return Acquired(found, cause, run)

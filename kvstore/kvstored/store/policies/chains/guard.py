@@ -96,14 +96,14 @@ class LruGuard:
         if fresh:
             asked += [key for row in rows[-fresh:] if (key := keys[row]) is not None and not key[-1] & mask]
         asked += [key for key in missing if not key[-1] & mask]
-        hits = 0
+        hits, to_end = len(asked), held.move_to_end
         for key in reversed(asked):
             name = (tenant, key)
-            if name in held:
-                hits += 1
-                held.move_to_end(name)
-            else:
+            try:
+                to_end(name)
+            except KeyError:
                 held[name] = None
+                hits -= 1
         if not self.capacity:  # there is room for all; what is missed is yet to be kept out
             room = 2 * max(_SHADOW_MAX, self._most // (mask + 1))
             while len(held) > room:
