@@ -50,6 +50,7 @@ _BURST_NS = 60_000_000_000
 _OF_THE_REQUEST = ("inserted", "accessed", "requested", "arriving", "expect", "answered")
 _NAMING = ("next_victim", "next_victims")
 _OF_A_VICTIM = (*_NAMING, "declines", "removed", "released")
+_ROUNDS = 3  # equal replays; one alone shows what else the machine does
 _CALIBRATION = 20_000  # timed calls of nothing
 
 
@@ -250,8 +251,7 @@ def main() -> int:
         measured[resolve(options.policy)], measured["lru"] = [], []
         gc.collect()
         gc.freeze()
-        rounds = 1 if options.quick else 3
-        for policy in [*measured] * rounds:  # in turns: the machine is not equally fast all the time
+        for policy in [*measured] * _ROUNDS:  # in turns: the machine is not equally fast all the time
             measured[policy].append(measure(Replay(ordered, ReplaySettings(policy, capacity)), after=after))
         rows += rows_of(name, measured[resolve(options.policy)], measured["lru"])
     return printed(rows, as_json=options.json)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from kvstore_simulator.policies import create
 from kvstore_simulator.policies.w_tinylfu import FrequencySketch
 from kvstored.lifecycle import Cause
@@ -130,3 +132,40 @@ def test_the_sketch_counts_and_forgets() -> None:
     for number in range(10_000):
         sketch.add(key(10_000 + number % 3000))
     assert sketch.count(key(7)) <= 9, "halved"
+
+
+def test_blocks_that_a_put_continued_leave_together_where_they_would_leave_one_by_one() -> None:
+    """A get touches what is there before the put that continues it is stored, so parents are older than children."""
+    orders, asked = list[list[bytes]](), list[int]()
+    for at_once in (1, 50):
+        chance, order = random.Random(5), list[bytes]()
+        shelf, policy = shelf_of("lru")
+        asked.append(0)
+        for turn in range(300):
+            shelf.now_ns += S
+            chat, held = 1000 * chance.randrange(12), chance.randrange(40)
+            rows = [shelf.residency.find(0, key(chat + at)) for at in range(held)]
+            rows = rows[: rows.index(-1)] if -1 in rows else rows
+            if rows:
+                shelf.residency.touch_run(rows, shelf.now_ns)
+            new = [
+                shelf.store(chat + at, chat + at - 1 if at else None, depth=at)
+                for at in range(len(rows), len(rows) + chance.randrange(6))
+                if shelf.residency.find(0, key(chat + at)) < 0
+            ]
+            if new:
+                shelf.residency.touch_run(new, shelf.now_ns)
+            pinned = [*rows[-1:], *new[-1:]] if chance.random() < 0.3 else []
+            for row in pinned:
+                shelf.residency.pin(row)
+            left = 60 if turn % 15 == 0 else 300
+            while len(policy) > left and (run := policy.next_victims(shelf.now_ns, min(at_once, len(policy) - left))):
+                asked[-1] += 1
+                order += [shelf.residency.key(row) for row in run]
+                shelf.residency.remove_run(run, 0, Cause.EVICTED, shelf.now_ns)
+            for row in pinned:
+                shelf.residency.unpin(row)
+        orders.append(order)
+    assert orders[0] == orders[1]
+    assert asked[0] > 300
+    assert asked[1] < asked[0] / 4

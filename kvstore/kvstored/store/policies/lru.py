@@ -8,6 +8,7 @@ blocks are used once and room is scarce: it keeps a one-time block as long as an
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Container, Iterator, Sequence
 
@@ -18,7 +19,7 @@ from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import as_array
 from kvstored.store.blocks.runs import NEIGHBOURS_MIN, span_of
 from kvstored.store.policies.base import PolicySettings, Rows
-from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
+from kvstored.store.policies.ordered import OUT, PARKED, QUEUED, OrderedPolicy
 from kvstored.store.policies.rowqueue import TenantQueues
 
 _HOT_SHARE = 0.25  # of a tier's worth of accesses
@@ -126,14 +127,27 @@ class Lru(OrderedPolicy):
     def run_from(self, row: int, limit: int) -> list[int]:
         """Return up to `limit` rows that `next_victim`, which has just returned `row`, would return one after another,
         if each were evicted: `row` and blocks before it in its chain."""
-        if self.queues.of[0].front != row or len(self.queues.of) > 1 or self.shares or self._returned[0]:
+        if len(self.queues.of) > 1 or self.shares:
             return [row]
+        where, stamp, afters, returned = self.where, self.stamp, self.queues.links.after, self._returned[0]
+        front, others = self.queues.of[0].front, returned[:1]
+        if front == row:
+            front = afters[row]
+        elif returned:  # `row` is the first of them
+            others = returned[1:3]
+        else:
+            return [row]
+        rival = min(others)[0] if others else math.inf  # none of those that returned has a lower rank
         run = self.residency.run_above(row, self.tier, limit)
-        afters = self.queues.links.after
         for at in range(1, len(run)):
-            if afters[row] != run[at]:
-                return run[:at]
             row = run[at]
+            rank = stamp[row]
+            if rank > rival:
+                return run[:at]
+            if row == front:
+                front = afters[row]
+            elif where[row] != PARKED or (front >= 0 and stamp[front] < rank):
+                return run[:at]
         return run
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:

@@ -191,10 +191,11 @@ class OrderedPolicy(EvictionPolicy):
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
         may_name, tier = self.may_name, self.tier
+        kids, kinds, windows = self.residency.copies[tier].kids, self.residency.rows.kind, self.residency.kind_window
         for row in self._queue(tenant):
             if best >= 0 and self._rank(row) > best_rank:
                 return best
-            if may_name(row, tier):
+            if (not kids[row] or windows[kinds[row]]) and may_name(row, tier):  # a child holds most, without a call
                 if row not in exclude:
                     return row
             else:
