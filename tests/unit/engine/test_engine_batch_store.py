@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.settings import EngineSettings
-from kvstore_engine.restore.copies import HostPoolCopies, PoolLoad
+from kvstore_engine.restore.copies import HostPoolCopies
 from kvstore_engine.restore.record import RestoreReport
-from kvstore_engine.restore.session import KvLease, KvSession
+from kvstore_engine.restore.session import KvSession
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run
@@ -408,42 +409,27 @@ def test_a_stored_block_of_another_size_is_computed(damaged: int) -> None:
 
 
 @pytest.mark.parametrize("budget_s, portions", [(1.0, [20]), (0.0, [8, 8, 4])])
-def test_as_many_blocks_are_copied_at_once_as_there_is_time_for(
-    budget_s: float, portions: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = _prompt(1, 20 * 64 + 1)
-    session = _holding(prompt)
-    monkeypatch.setattr("kvstore_engine.batching.engine._ALONE_S", budget_s)
-    load, copied = HostPoolCopies.load, list[int]()
-
-    def counted(copies: HostPoolCopies, lease: KvLease, blocks: Any) -> PoolLoad:
-        copied.append(len(blocks))
-        return load(copies, lease, blocks)
-
-    monkeypatch.setattr(HostPoolCopies, "load", counted)
-    assert _report_of(session, prompt).tokens == 20 * 64
-    assert copied == portions
+def test_as_many_blocks_are_copied_at_once_as_there_is_time_for(budget_s: float, portions: list[int]) -> None:
+    prompt, load = _prompt(1, 20 * 64 + 1), HostPoolCopies.load
+    with (
+        patch("kvstore_engine.batching.engine._ALONE_S", budget_s),
+        patch.object(HostPoolCopies, "load", autospec=True, side_effect=load) as copied,
+    ):
+        assert _report_of(_holding(prompt), prompt).tokens == 20 * 64
+    assert [len(call.args[2]) for call in copied.call_args_list] == portions
 
 
 def test_the_thread_that_pinged_the_daemon_looks_up_the_first_prompt() -> None:
-    threads = dict[str, int]()
-
-    class Watched(MemorySession):
-        def ping(self) -> float | None:
-            threads["ping"] = threading.get_ident()
-            return super().ping()
-
-        def get(self, tokens: Any, **options: Any) -> Any:
-            threads["get"] = threading.get_ident()
-            return super().get(tokens, **options)
-
-    session = Watched(_session().block_bytes)
+    threads, session = list[int](), _session()
     warm = _engine(session)
-    warm.restorer.fetcher.warm_up(session)
-    assert threads["ping"] != threading.get_ident()
-    warm.add(request("first", _prompt(1, 130), 2))
-    run(warm)
-    assert threads["get"] == threads["ping"]
+    with (
+        patch.object(session, "ping", side_effect=lambda: threads.append(threading.get_ident())),
+        patch.object(session, "get", side_effect=lambda *_, **__: threads.append(threading.get_ident())),
+    ):
+        warm.restorer.fetcher.warm_up(session)
+        warm.add(request("first", _prompt(1, 130), 2))
+        run(warm)
+    assert len(threads) > 1 and set(threads) == {threads[0]} != {threading.get_ident()}
     _stored(warm)
 
 

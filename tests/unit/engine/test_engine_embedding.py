@@ -60,7 +60,7 @@ def test_states_are_what_logits_are_made_of(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def known(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return sequences, each with its states, which are the same for every pooling."""
+    """Return sequences, each with its states: no pooling changes these."""
     inputs = [tokens_of(seed, count) for seed, count in enumerate([5, 1, 600, 17, 511, 1500, 3])]
     return [(tokens, states(path, tokens)[0].astype(np.float64)) for tokens in inputs]
 

@@ -249,7 +249,7 @@ class Ledger:
         taken = self._rows_of_lease[lease_id] = [free.pop() for _ in range(rows)]
         for position, at in enumerate(taken):
             part = packed[position * _PLACES_BYTES : (position + 1) * _PLACES_BYTES]
-            memory[at + _U64.size : at + 2 * _U64.size + len(part)] = second + part
+            struct.pack_into(f"{_U64.size + len(part)}s", memory, at + _U64.size, second + part)
             _U64.pack_into(memory, at, session_id << 32 | len(part) // _U64.size)
 
     def end_lease(self, lease_id: int) -> None:
