@@ -19,7 +19,7 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.store.policies.chain_hazard import ChainHazard
-from kvstored.store.policies.chains.eviction_order import _DRAW_US
+from kvstored.store.policies.chains.eviction_order import _DRAW_US, _OLD_S
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit, is_near_end
 from kvstored.store.policies.chains.guard import LruGuard
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
@@ -365,6 +365,11 @@ def test_a_request_that_can_bear_it_looks_at_all_chains_anew() -> None:
     assert candidates.refresh(now_s, took_us * 0.9) == 0.0, "it has just been done"
     assert candidates.refresh(now_s, took_us) > 0.0
     assert candidates.refresh(now_s, took_us) == 0.0, "no victim was requested since"
+    policy.next_victim(shelf.now_ns)
+    later_s = now_s + _OLD_S
+    assert candidates.refresh(later_s, 0.0) > 0.0, "the next victim would have waited for it"
+    candidates.first(later_s, ())
+    assert candidates.refresh(later_s, 0.0) == 0.0
 
 
 def test_the_ghost_forgets_the_oldest_generation() -> None:

@@ -60,7 +60,7 @@ class Candidates:
         returned.
         """
         book = self._book
-        if self._looks_left <= -_LOOKS_SOON or (now_s >= self._drawn_s + _STALE_S and self._is_old(now_s)):
+        if self._is_due(now_s):
             if book.tables.is_any_asked:
                 book.tables.make(_MADE_MOST)
             self._draw(now_s)
@@ -99,14 +99,17 @@ class Candidates:
         return found
 
     def refresh(self, now_s: float, budget_us: float) -> float:
-        """Sort the chains anew if that will be due soon and takes at most `budget_us` microseconds. Return about how
-        many microseconds it took."""
+        """Sort the chains anew if that will be due soon and takes at most `budget_us` microseconds, or if the next
+        victim would wait for it. Return about how many microseconds it took."""
+        if not self._is_wanted:
+            return 0.0
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
-        if not self._is_wanted or budget_us < took_us:
-            return 0.0
-        if now_s < self._drawn_s + _STALE_S and self._looks_left > _LOOKS_SOON and budget_us < took_us * _LIGHT:
-            return 0.0
         cells = int((budget_us - took_us - MAKING_US) / CELL_US)
+        is_soon = now_s >= self._drawn_s + _STALE_S or self._looks_left <= _LOOKS_SOON
+        if self._is_due(now_s):
+            cells = _MADE_MOST
+        elif budget_us < took_us * (1.0 if is_soon else _LIGHT):
+            return 0.0
         if cells >= _MADE_MIN and self._book.tables.is_any_asked:
             took_us += MAKING_US + self._book.tables.make(cells) * CELL_US
         self._draw(now_s)
@@ -154,10 +157,14 @@ class Candidates:
                     heap.clear()
                     self._ceiling, self._looks_left = -1.0, 0
 
-    def _is_old(self, now_s: float) -> bool:
+    def _is_due(self, now_s: float) -> bool:
         """Return whether a victim shall wait for a draw: as long as few blocks are chosen by old ranks, that costs less
         than a draw.
         """
+        if self._looks_left <= -_LOOKS_SOON:
+            return True
+        if now_s < self._drawn_s + _STALE_S:
+            return False
         left = self._book.left_blocks - self._left_by_then
         return now_s >= self._drawn_s + _OLD_S or left * _OLD_SHARE >= self._residency.tier_blocks(self._tier)
 
