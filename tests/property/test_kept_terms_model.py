@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,10 +93,16 @@ class Model:
         assert not later.changed
 
     def crash(self, ns: int) -> None:
-        """End without a save. Every block is found on NVMe, also the removed ones: as stored anew."""
+        """End without a save. Blocks are found on NVMe, also removed ones: as stored anew. Those that would outlive a
+        block before them are removed again: `change` does not look for them."""
         self.wall_ns += ns
         self.begin(ns % (2 * NS_PER_S) + 7 * NS_PER_S)
         self.terms = dict(self.saved)
+        lives_s = {key: self.terms.get(key, (0,))[0] or NEVER for key in self.keys}
+        for first in range(0, BLOCKS, CHAIN):
+            chain = self.keys[first : first + CHAIN]
+            least_s = accumulate((lives_s[key] for key in chain), min)
+            self.remove([first + at for at, s in enumerate(least_s) if lives_s[chain[at]] > s])
 
     def agrees(self) -> None:
         found = terms_in_index(self.retention, self.residency)
@@ -106,8 +114,8 @@ class Model:
             until_s = (expires_s * NS_PER_S + ahead_ns) // NS_PER_S if expires_s else 0
             assert until_s <= expected[key][0] <= until_s + 2 * (until_s > 0), "never longer"
             self.terms[key] = until_s, priority, owners
-            if key in self.saved:
-                self.saved[key] = min(self.saved[key][0], until_s) if until_s else 0, *self.saved[key][1:]
+            if key in self.saved and self.saved[key][0] == expected[key][0]:
+                self.saved[key] = until_s, *self.saved[key][1:]
         assert check(self.residency) == []
 
 
