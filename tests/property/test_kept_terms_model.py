@@ -93,8 +93,8 @@ class Model:
         assert not later.changed
 
     def crash(self, ns: int) -> None:
-        """End without a save. Blocks are found on NVMe, also removed ones: as stored anew. Those that would outlive a
-        block before them are removed again: `change` does not look for them."""
+        """End without a save. Blocks are found on NVMe, also removed ones: as stored anew. A block that would
+        outlive one before it is removed again: `change` does not look for such blocks."""
         self.wall_ns += ns
         self.begin(ns % (2 * NS_PER_S) + 7 * NS_PER_S)
         self.terms = dict(self.saved)
