@@ -32,12 +32,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings given on the command line, each as "section.key=value"."""
+def overrides(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Return the settings given on the command line, each as "section.key=value". `more` names settings of the section
+    daemon for which the command has options that `add_settings` does not add.
+    """
     short = [
         f"daemon.{key}={json.dumps(value, ensure_ascii=False)}"
-        for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))
-        if value is not None
+        for key in (*more, "socket_dir", "state_dir")
+        if (value := getattr(arguments, key)) is not None
     ]
     return [*short, *arguments.set]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 
@@ -69,8 +68,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvstored.config import ConfigError, load_config
     from kvstored.log_setup import set_up_logging
 
+    given = overrides(arguments, "record", "log_level")
     try:
-        config = load_config(arguments.config, _overrides(arguments))
+        config = load_config(arguments.config, given)
     except ConfigError as error:
         return mistake(str(error))
     if arguments.check_config:
@@ -96,7 +96,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         if unknown_names():  # every module has declared its own by now
             return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
         try:
-            read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
+            read = lambda: load_config(arguments.config, given)  # noqa: E731
             return run_daemon(
                 config, clock, read, state, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old
             )
@@ -107,13 +107,3 @@ def _serve(arguments: argparse.Namespace) -> int:
     finally:
         if ahead is not None:
             ahead.close()
-
-
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings on the command line, with the ones that this command adds."""
-    short = [
-        f"daemon.{key}={json.dumps(value, ensure_ascii=False)}"
-        for key, value in (("record", arguments.record), ("log_level", arguments.log_level))
-        if value is not None
-    ]
-    return [*short, *overrides(arguments)]
