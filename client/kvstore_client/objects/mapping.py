@@ -30,6 +30,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys
 
 RETRY_S = 0.02
+_AWAITED = (*MAY_COME, REASON_DEADLINE)
 _MAYMOVE, _FIXED = 1, 2  # MREMAP_…
 _PROT_NONE, _PRIVATE, _ANONYMOUS, _NORESERVE = 0, 0x02, 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -68,7 +69,7 @@ def lease_whole(session: Session, keys: BlockKeys, what: str, deadline_s: float)
         if len(lease) == len(keys):
             return lease
         held = lease
-        if lease.reason not in (*MAY_COME, REASON_DEADLINE, "") or left_s <= 0:
+        if lease.reason not in (*_AWAITED, "") or left_s <= 0:
             held.release()
             raise _not_whole(what, len(lease), len(keys), lease.reason)
         time.sleep(RETRY_S)
@@ -78,7 +79,7 @@ def _not_whole(what: str, held: int, wanted: int, reason: str) -> KVStoreError:
     if reason == REASON_NO_DAEMON:
         return DaemonUnavailable(f"{what}: {no_answer(reason).message}")
     why = f"part {held} of {wanted} is not stored any more ({reason}): put it again"
-    if reason in (*MAY_COME, REASON_DEADLINE):
+    if reason in _AWAITED:
         why = f"{held} of {wanted} parts came to DRAM in time: is it larger than the host tier?"
     return KVStoreError(ErrorKind.UNAVAILABLE, f"{what}: {why}")
 
