@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the process that publishes events starts without numpy
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 

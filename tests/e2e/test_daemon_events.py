@@ -21,9 +21,9 @@ import zmq
 
 from kvctl.main import main as kvctl_main
 from kvstore_proto.v1 import admin_pb2
-from kvstored.events.encoding import hash_of
 from kvstored.events.history import EPOCH_BITS
 from tests.reference.conversations import model, put_conversation, tokens_of
+from tests.reference.event_records import hash_of
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, eventually, running_daemon
 from tests.reference.vllm_kv_events import Subscriber
 

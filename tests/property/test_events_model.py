@@ -12,11 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvstored.events.encoding import CopyPlace, encoder, hash_of
+from kvstored.events import feed
+from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.feed import EventFeed
 from kvstored.events.records import unpack
 from kvstored.events.stream import EventStream
 from tests.property.test_residency_model import ResidencyAgainstModel
+from tests.reference.event_records import hash_of
 from tests.reference.examples import examples
 from tests.reference.vllm_kv_events import Key, Subscriber
 
@@ -43,6 +45,7 @@ class EventsFollowResidency(ResidencyAgainstModel):
             self.residency, (), lambda kind: (self.topic(self.residency.kinds[kind].tenant), 0), self.outlet,
             lambda delay_s, action: self.due.append(action),
         )  # fmt: skip
+        self.limits = pytest.MonkeyPatch()
         self.feed.announce_all()
         self.live: dict[bytes, Subscriber] = {}
         self.lossy: dict[bytes, Subscriber] = {}
@@ -50,6 +53,7 @@ class EventsFollowResidency(ResidencyAgainstModel):
 
     def teardown(self) -> None:
         self.subscribers_have_what_residency_has()
+        self.limits.undo()
         super().teardown()
 
     @staticmethod
@@ -60,6 +64,11 @@ class EventsFollowResidency(ResidencyAgainstModel):
     def lose(self, loses: bool) -> None:
         """Return whether the lossy subscriber gets what is sent from now on."""
         self.loses = loses
+
+    @rule(rows=st.sampled_from((1, 2, 8192)))
+    def slices_have_another_length(self, rows: int) -> None:
+        self.limits.setattr(feed, "ROWS_A_SLICE", rows)
+        self.limits.setattr(feed, "LOOKED_A_SLICE", rows)
 
     @rule(ready=st.booleans())
     def the_publisher_is_ready(self, ready: bool) -> None:

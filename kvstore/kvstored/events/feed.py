@@ -5,7 +5,8 @@ was stored and has left before is never sent. While the publisher cannot take mo
 once.
 
 The module owns which blocks the publisher knows, by row and generation, and with or without their token ids.
-Invariants: a row whose state the publisher does not know waits in `_rows`; a block is sent after its parent.
+Invariants: a row whose state the publisher does not know waits in `_rows`; a block is sent after its parent, and after
+the publisher has heard that another row does not have it any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from kvstored.tier_set import NO_TIERS, TierSet, holding, holding_any
 log = logging.getLogger(__name__)
 DELAY_S = 0.1  # from the first change to sending it
 ANEW_S = 60.0  # from a failure to announcing all again
-ROWS_A_SLICE = 1000  # some half a millisecond of the control thread
+ROWS_A_SLICE = 8192  # noted ones, twice where a row is used again: some millisecond of the control thread
+LOOKED_A_SLICE = 8 * ROWS_A_SLICE  # that may be gone
 ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are looked for
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
 KindText = Callable[[int], tuple[bytes, int] | None]
@@ -127,7 +129,7 @@ class EventFeed:
         self._outlet = outlet
         self._call_later = call_later
         self._rows = array("I")  # that wait, from `_taken` on
-        self._taken = 0
+        self._taken = self._looked = 0  # of those before `_looked`, the publisher knows which are gone
         self._is_on = self._is_waiting = False  # changes are noted; `_flush` is to be called
         self._known = np.zeros(0, np.uint8)  # by row
         self._generation = np.zeros(0, np.uint32)  # of the block that is known
@@ -155,7 +157,7 @@ class EventFeed:
         self._is_on = False
         self._residency.note_with(None)
         del self._rows[:]
-        self._taken = 0
+        self._taken = self._looked = 0
 
     # What waits
 
@@ -164,7 +166,7 @@ class EventFeed:
         depth = as_array(self._residency.rows.depth)[rows]
         depth = np.minimum(depth, 0xFFFF).astype(np.uint16)  # which numpy sorts in a tenth of the time
         del self._rows[:]
-        self._taken = 0
+        self._taken = self._looked = 0
         self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
 
     def _wait_once(self) -> None:
@@ -199,18 +201,36 @@ class EventFeed:
         if not self._outlet.ready:
             if self.waiting_rows > max(ROWS_AT_LEAST, 2 * self._residency.rows.capacity):
                 self._wait_once()
-        elif self.waiting_rows:
+        elif self.waiting_rows <= ROWS_A_SLICE or self._look():
             noted = np.array(self._rows[self._taken : self._taken + ROWS_A_SLICE], np.int64)
             self._taken += len(noted)
             if self._taken > max(ROWS_AT_LEAST, len(self._rows) // 2) or not self.waiting_rows:
                 del self._rows[: self._taken]
+                self._looked = max(0, self._looked - self._taken)
                 self._taken = 0
-            self._send(noted)
+            if len(noted):
+                self._send(noted)
         if self.waiting_rows:
             self._is_waiting = True
             self._call_later(0.0 if self._outlet.ready else DELAY_S, self._flush)
         elif self._is_on:
             self._residency.note_with(self._first)
+
+    def _look(self) -> bool:
+        """Say which of the waiting rows are gone, before any of them is sent: their blocks may be in other rows.
+        Return whether all have been looked at.
+        """
+        begin = max(self._looked, self._taken)
+        self._looked = min(begin + LOOKED_A_SLICE, len(self._rows))
+        rows = np.array(self._rows[begin : self._looked], np.int64)
+        self._grow(self._residency.rows.capacity)
+        self._learn_kinds()
+        gone = np.unique(rows[self._are_gone(rows, self._masks(rows))])
+        if len(gone):
+            self._known[gone] = UNKNOWN
+            head = CHANGES_HEAD.pack(CHANGES, len(gone), 0, 0, 0, 0)
+            self._outlet.send(head + gone.astype(np.uint32).tobytes())
+        return self._looked == len(self._rows)
 
     # One slice
 
@@ -221,31 +241,40 @@ class EventFeed:
         self._learn_kinds()
         wanted = self._published[as_array(columns.kind)[noted]] | self._known[noted]
         rows = self._parents_first(noted[wanted != 0])
-        mask = np.frombuffer(columns.mask, np.uint8)[rows]
-        kind = as_array(columns.kind)[rows].astype(np.uint32)
-        generation = np.frombuffer(columns.generation, np.uint32)[rows]
-        mask = mask * self._published[kind]
-        known, is_stored = self._known[rows], mask != 0
-        is_same = (known != UNKNOWN) & (self._generation[rows] == generation)
+        mask = self._masks(rows)
+        is_gone, is_stored = self._are_gone(rows, mask), mask != 0
+        is_same = (self._known[rows] != UNKNOWN) & ~is_gone
         in_memory = holding_any(mask, self._tokens.readable)
-        is_new = is_stored & (~is_same | ((known == KNOWN) & in_memory))
-        gone = rows[(known != UNKNOWN) & ~(is_same & is_stored)]
+        is_new = is_stored & (~is_same | ((self._known[rows] == KNOWN) & in_memory))
+        gone = rows[is_gone]
         other = is_same & is_stored & ~is_new
         new = rows[is_new]
         self._known[gone] = UNKNOWN
         self._known[new] = np.where(in_memory[is_new], WITH_TOKENS, KNOWN)
-        self._generation[new] = generation[is_new]
+        self._generation[new] = np.frombuffer(columns.generation, np.uint32)[new]
         if len(gone) or len(new) or other.any():
-            stored, parents, ids = self._stored_columns(new, kind[is_new], mask[is_new])
+            stored, parents, ids = self._stored_columns(new, mask[is_new])
             head = CHANGES_HEAD.pack(
                 CHANGES, len(gone), int(other.sum()), len(new), len(parents) // 16, len(ids) // 4
             )  # fmt: skip
             changed = rows[other].astype(np.uint32).tobytes() + mask[other].tobytes()
             self._outlet.send(b"".join((head, gone.astype(np.uint32).tobytes(), changed, stored, parents, ids)))
 
-    def _stored_columns(
-        self, rows: Numbers, kind: npt.NDArray[np.uint32], mask: npt.NDArray[np.uint8]
-    ) -> tuple[bytes, bytes, bytes]:
+    def _masks(self, rows: Numbers) -> npt.NDArray[np.uint8]:
+        """Return the set of tiers of each of `rows`, empty for blocks that are not published."""
+        columns = self._residency.rows
+        found: npt.NDArray[np.uint8] = as_array(columns.mask)[rows] * self._published[as_array(columns.kind)[rows]]
+        return found
+
+    def _are_gone(self, rows: Numbers, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return whether the block that the publisher knows at each of `rows` is not there any more; `mask` has their
+        sets of tiers.
+        """
+        is_other = as_array(self._residency.rows.generation)[rows] != self._generation[rows]
+        found: npt.NDArray[np.bool_] = (self._known[rows] != UNKNOWN) & (is_other | (mask == 0))
+        return found
+
+    def _stored_columns(self, rows: Numbers, mask: npt.NDArray[np.uint8]) -> tuple[bytes, bytes, bytes]:
         """Return the columns of stored blocks: their fields, the keys of parents, token ids."""
         if not len(rows):
             return b"", b"", b""
@@ -253,14 +282,18 @@ class EventFeed:
         parent = np.frombuffer(self._residency.rows.parent, np.int32)[rows]
         follows = np.zeros(len(rows), np.uint8)
         follows[1:] = parent[1:] == rows[:-1]
+        kind = as_array(self._residency.rows.kind)[rows].astype(np.uint32)
         stored = (rows.astype(np.uint32).tobytes(), kind.tobytes(), mask.tobytes(), counts.tobytes(), follows.tobytes())
         parent_key = self._residency.parent_key
         parents = b"".join([parent_key(row) for row in rows[follows == 0].tolist()])
         return b"".join(stored) + self._keys(rows), parents, ids
 
     def _keys(self, rows: Numbers) -> bytes:
-        keys, key = self._residency.rows.keys, self._residency.key
-        return b"".join([keys[row] or key(row) for row in rows.tolist()])
+        keys, numbers = self._residency.rows.keys, rows.tolist()
+        try:
+            return b"".join(map(keys.__getitem__, numbers))  # type: ignore[arg-type]
+        except TypeError:  # None: the keys of rows that were taken over in bulk are elsewhere
+            return b"".join(map(self._residency.key, numbers))
 
     def _parents_first(self, noted: Numbers) -> Numbers:
         """Return each of these rows once, at its last change, and before them the stored ancestors that the publisher

@@ -16,11 +16,14 @@ then what is stored: a row that is gone may be another block's already.
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstored.events.encoding import Hashes, hashes_of
 
 KIND, CHANGES, RESET = 1, 2, 3
 KIND_HEAD = struct.Struct("<BIIHH")
@@ -37,25 +40,28 @@ class KindRecord(NamedTuple):
     topic: bytes
 
 
-class StoredBlock(NamedTuple):
-    """A block that is stored in the tiers of `mask`. `parent` is the key of the block before it in its chain, and
-    `tokens` are its packed token ids."""
+class StoredBlocks(NamedTuple):
+    """Columns of blocks: the block of `rows[i]` is stored in the tiers of `masks[i]`. `hashes` are the blocks' numbers
+    in events, `parents` the numbers of the blocks before them in their chains, 0 for none. `counts` says how many of
+    `tokens`, the token ids of all, belong to each."""
 
-    row: int
-    kind: int
-    mask: int
-    key: bytes
-    parent: bytes
+    rows: npt.NDArray[np.uint32]
+    kinds: npt.NDArray[np.uint32]
+    masks: npt.NDArray[np.uint8]
+    counts: npt.NDArray[np.uint16]
+    hashes: Hashes
+    parents: Hashes
     tokens: bytes
 
 
 class Changes(NamedTuple):
-    """A message about changed blocks. `gone` has rows whose blocks were removed, `changed` rows with the new set of
-    tiers of each, and `stored` new blocks."""
+    """A message about changed blocks. `gone` has rows whose blocks were removed, `changed` rows whose blocks are in the
+    tiers of `masks` now, and `stored` new blocks."""
 
-    gone: Sequence[int] = ()
-    changed: Sequence[tuple[int, int]] = ()
-    stored: Sequence[StoredBlock] = ()
+    gone: npt.NDArray[np.uint32]
+    changed: npt.NDArray[np.uint32]
+    masks: npt.NDArray[np.uint8]
+    stored: StoredBlocks
 
 
 class ResetRecord(NamedTuple):
@@ -102,34 +108,17 @@ def unpack(data: bytearray) -> Iterator[Record]:
 def _changes(data: bytes, gone: int, changed: int, stored: int, parents: int) -> Changes:
     at = 0
 
-    def column(code: str, count: int) -> array[int]:
+    def column(code: str, count: int) -> npt.NDArray[Any]:
         nonlocal at
-        found = array(code)
-        end = at + count * found.itemsize
-        found.frombytes(data[at:end])
-        at = end
+        found = np.frombuffer(data, code, count, at)
+        at += found.nbytes
         return found
 
-    gone_rows = column("I", gone)
-    masks = list(zip(column("I", changed), column("B", changed), strict=True))
-    heads = list(
-        zip(
-            column("I", stored), column("I", stored), column("B", stored), column("H", stored), column("B", stored),
-            strict=True,
-        )
-    )  # fmt: skip
-    key_at, parent_at = at, at + stored * KEY_BYTES
-    tokens_at = parent_at + parents * KEY_BYTES
-    blocks: list[StoredBlock] = []
-    key = b""
-    for row, kind, mask, count, follows in heads:
-        if follows:
-            parent = key
-        else:
-            parent = data[parent_at : parent_at + KEY_BYTES]
-            parent_at += KEY_BYTES
-        key = data[key_at : key_at + KEY_BYTES]
-        key_at += KEY_BYTES
-        blocks.append(StoredBlock(row, kind, mask, key, parent, data[tokens_at : tokens_at + 4 * count]))
-        tokens_at += 4 * count
-    return Changes(gone_rows, masks, blocks)
+    first = column("<u4", gone), column("<u4", changed), column("u1", changed)
+    rows, kinds, masks = column("<u4", stored), column("<u4", stored), column("u1", stored)
+    counts, follows = column("<u2", stored), column("u1", stored)
+    hashes = hashes_of(column("u1", stored * KEY_BYTES))
+    above = np.zeros_like(hashes)
+    above[1:] = hashes[:-1]
+    above[follows == 0] = hashes_of(column("u1", parents * KEY_BYTES))
+    return Changes(*first, StoredBlocks(rows, kinds, masks, counts, hashes, above, data[at:]))

@@ -7,15 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from kvstore_proto.arena import TOKEN_COUNT_OFFSET, TOKENS_OFFSET
-from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
+from kvstored.events import feed
 from kvstored.events.feed import ANEW_S, ROWS_A_SLICE, ROWS_AT_LEAST, EventFeed
-from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, StoredBlock, unpack
+from kvstored.events.records import Changes, KindRecord, Record, ResetRecord, unpack
 from kvstored.lifecycle import Cause
 from tests.reference.blocks import Shelf, key
+from tests.reference.event_records import StoredBlock, blocks_of, changes_of, hash_of
 
 SLOT_BYTES = 8192
+
+
+def named(number: int) -> int:
+    return hash_of(key(number))
 
 
 class Outlet:
@@ -58,7 +63,7 @@ class Feeding:
         return list(unpack(self.outlet.sent))
 
     def blocks(self) -> list[StoredBlock]:
-        return [block for each in self.sent() if isinstance(each, Changes) for block in each.stored]
+        return [block for each in self.sent() if isinstance(each, Changes) for block in blocks_of(each)]
 
     def remove(self, number: int) -> None:
         self.residency.remove(self.residency.find_any(0, key(number)), Cause.DROPPED, 2)
@@ -71,8 +76,8 @@ def test_a_chain_is_sent_in_order_with_its_parents() -> None:
     assert feeding.outlet.sent == b"", "a put waits for nothing"
     kind, changes = feeding.sent()
     assert kind == KindRecord(0, 2, 0, b"topic") and isinstance(changes, Changes)
-    assert [(block.key, block.parent) for block in changes.stored] == [
-        (key(number), key(number - 1) if number else NO_PARENT) for number in range(4)
+    assert [(block.hash, block.parent) for block in blocks_of(changes)] == [
+        (named(number), named(number - 1) if number else 0) for number in range(4)
     ]
 
 
@@ -83,10 +88,10 @@ def test_what_came_and_went_is_not_sent_and_what_changed_twice_is_sent_once() ->
     feeding.residency.attach(row, 1, feeding.shelf.slot(), 2)
     feeding.remove(2)
     (block,) = feeding.blocks()
-    assert (block.key, block.mask) == (key(1), 0b11)
+    assert (block.hash, block.mask) == (named(1), 0b11)
     feeding.remove(1)
     (gone,) = feeding.sent()
-    assert gone == Changes(gone=gone.gone, changed=[], stored=[]) and list(gone.gone) == [row]  # type: ignore[union-attr]
+    assert isinstance(gone, Changes) and repr(gone) == repr(changes_of(gone=[row]))
 
 
 def test_a_row_that_is_used_again_is_gone_and_stored() -> None:
@@ -97,7 +102,25 @@ def test_a_row_that_is_used_again_is_gone_and_stored() -> None:
     assert feeding.shelf.store(2) == row
     (changes,) = feeding.sent()
     assert isinstance(changes, Changes)
-    assert list(changes.gone) == [row] and [block.key for block in changes.stored] == [key(2)]
+    assert list(changes.gone) == [row] and [block.hash for block in blocks_of(changes)] == [named(2)]
+
+
+def test_a_row_is_gone_before_another_is_sent_for_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "ROWS_A_SLICE", 1)
+    feeding = Feeding()
+    first = feeding.shelf.store(1)
+    feeding.sent()
+    feeding.outlet.ready = False
+    feeding.remove(1)
+    assert feeding.shelf.store(2) == first
+    second = feeding.shelf.store(1)
+    feeding.residency.notify_adopted([first], 0, 2)
+    feeding.residency.rows.depth[first] = 9  # where rows that wait are put in order, this one is last
+    feeding.feed._wait_once()
+    feeding.outlet.ready = True
+    changes = [each for each in feeding.sent() if isinstance(each, Changes)]
+    assert list(changes[0].gone) == [first] and not blocks_of(changes[0])
+    assert [[block.row for block in blocks_of(each)] for each in changes[1:]] == [[second], [first]]
 
 
 def test_a_parent_that_is_noted_later_is_sent_first() -> None:
@@ -107,8 +130,8 @@ def test_a_parent_that_is_noted_later_is_sent_first() -> None:
     for number in range(2, ROWS_A_SLICE + 10):
         feeding.shelf.store(number)
     feeding.residency.attach(above, 1, feeding.shelf.slot(), 2)  # its last change is in the second slice
-    keys = [block.key for block in feeding.blocks()]
-    assert keys.index(key(0)) < keys.index(key(1)) and len(keys) == len(set(keys)) == ROWS_A_SLICE + 10
+    hashes = [block.hash for block in feeding.blocks()]
+    assert hashes.index(named(0)) < hashes.index(named(1)) and len(hashes) == len(set(hashes)) == ROWS_A_SLICE + 10
 
 
 def test_while_the_publisher_takes_nothing_rows_wait() -> None:
@@ -118,7 +141,7 @@ def test_while_the_publisher_takes_nothing_rows_wait() -> None:
     assert feeding.sent(5) == [] and feeding.feed.waiting_rows
     assert row >= 0
     feeding.outlet.ready = True
-    assert [block.key for block in feeding.blocks()] == [key(1)] and not feeding.feed.waiting_rows
+    assert [block.hash for block in feeding.blocks()] == [named(1)] and not feeding.feed.waiting_rows
 
 
 def test_what_is_noted_again_and_again_waits_once_while_nothing_is_taken() -> None:
@@ -129,7 +152,7 @@ def test_what_is_noted_again_and_again_waits_once_while_nothing_is_taken() -> No
         feeding.residency.notify_adopted(rows, 0, 2)
     assert feeding.sent(1) == [] and feeding.feed.waiting_rows == len(rows)
     feeding.outlet.ready = True
-    assert {block.key for block in feeding.blocks()} == {key(0), key(1), key(2)}
+    assert {block.hash for block in feeding.blocks()} == {named(0), named(1), named(2)}
 
 
 def test_rows_that_were_sent_are_not_kept_though_others_always_wait() -> None:
@@ -152,7 +175,7 @@ def test_a_new_publisher_hears_everything_again() -> None:
     feeding.feed.announce_all()
     reset, _, changes = feeding.sent()
     assert reset == ResetRecord() and isinstance(changes, Changes)
-    assert [block.key for block in changes.stored] == [key(1), key(2)]
+    assert [block.hash for block in blocks_of(changes)] == [named(1), named(2)]
 
 
 def test_a_new_publisher_hears_of_kinds_of_which_nothing_is_stored_any_more() -> None:
@@ -175,7 +198,10 @@ def test_after_a_mistake_everything_is_announced_again() -> None:
     assert feeding.delays_s[-1] == ANEW_S
     reset, *rest = feeding.sent()
     assert reset == ResetRecord()
-    assert {block.key for each in rest if isinstance(each, Changes) for block in each.stored} == {key(1), key(2)}
+    assert {block.hash for each in rest if isinstance(each, Changes) for block in blocks_of(each)} == {
+        named(1),
+        named(2),
+    }
 
 
 def test_what_is_not_to_be_published_is_not_sent() -> None:

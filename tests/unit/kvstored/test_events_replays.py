@@ -17,9 +17,10 @@ import zmq
 from kvstored.events import worker
 from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.endpoint import EventEndpoint, Sent
-from kvstored.events.records import Changes, KindRecord, StoredBlock
-from kvstored.events.stream import NO_PARENT, EventStream
+from kvstored.events.records import KindRecord
+from kvstored.events.stream import EventStream
 from kvstored.events.worker import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
+from tests.reference.event_records import StoredBlock, changes_of
 from tests.reference.running_daemon import eventually, free_port
 
 TOPIC = b"kv@n.t@m"
@@ -41,11 +42,8 @@ class Node:
 
     def store(self, number: int) -> None:
         first = number * BATCH_BLOCKS
-        blocks = [
-            StoredBlock(row, 0, 1, (row + 1).to_bytes(16, "big"), NO_PARENT, TOKENS)
-            for row in range(first, first + BATCH_BLOCKS)
-        ]
-        self.stream.apply([Changes(stored=blocks)])
+        blocks = [StoredBlock(row, 0, 1, row + 1, 0, TOKENS) for row in range(first, first + BATCH_BLOCKS)]
+        self.stream.apply([changes_of(stored=blocks)])
         list(self.stream.batches())
 
     def turn(self) -> None:

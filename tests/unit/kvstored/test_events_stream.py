@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ pytest.importorskip("msgspec", reason="msgspec (pip install '.[events]') is not 
 
 import msgspec
 
-from kvstored.events.encoding import CopyPlace, encoder, hash_of
+from kvstored.events.encoding import CopyPlace, encoder
 from kvstored.events.records import (
     CHANGES,
     CHANGES_HEAD,
@@ -19,11 +20,11 @@ from kvstored.events.records import (
     KindRecord,
     Record,
     ResetRecord,
-    StoredBlock,
     pack_kind,
     unpack,
 )
-from kvstored.events.stream import LEAST_STALE, NO_PARENT, EventStream
+from kvstored.events.stream import LEAST_STALE, MAX_RUN, EventStream
+from tests.reference.event_records import StoredBlock, blocks_of, changes_of, hash_of
 from tests.reference.vllm_kv_events import Subscriber
 
 CPU, STORAGE, REMOTE = CopyPlace("CPU"), CopyPlace("STORAGE"), CopyPlace("STORAGE", "REMOTE")
@@ -43,13 +44,13 @@ def tokens(number: int) -> bytes:
 def stored(
     number: int, mask: int = 1, parent: int | None = None, *, with_tokens: bool = True, kind: int = 0
 ) -> Changes:
-    above = NO_PARENT if parent is None else key(parent)
-    block = StoredBlock(number, kind, mask, key(number), above, tokens(number) if with_tokens else b"")
-    return Changes(stored=[block])
+    above = 0 if parent is None else hash_of(key(parent))
+    block = StoredBlock(number, kind, mask, hash_of(key(number)), above, tokens(number) if with_tokens else b"")
+    return changes_of(stored=[block])
 
 
 def changed(number: int, mask: int) -> Changes:
-    return Changes(changed=[(number, mask)]) if mask else Changes(gone=[number])
+    return changes_of(changed=[(number, mask)]) if mask else changes_of(gone=[number])
 
 
 def stream(encoding: str = "map", buffer: int = 100, kept_bytes: int = 1 << 20) -> EventStream:
@@ -59,7 +60,7 @@ def stream(encoding: str = "map", buffer: int = 100, kept_bytes: int = 1 << 20) 
     return made
 
 
-def events_of(made: EventStream, *records: Record) -> list[object]:
+def events_of(made: EventStream, *records: Record) -> list[Any]:
     made.apply(records)
     return [event for batch in made.batches() for event in msgspec.msgpack.decode(batch.payload)[1]]
 
@@ -131,23 +132,75 @@ def test_groups_of_layers_are_apart() -> None:
     assert events == [block_stored(1), {**block_stored(2, parent=1), "group_idx": 3}]
 
 
-def test_a_block_that_is_stored_again_elsewhere_is_not_removed() -> None:
+def test_a_message_has_what_is_gone_first_then_what_changed_then_what_is_stored() -> None:
     made = stream()
-    events_of(made, stored(1))
-    again = StoredBlock(9, 0, 1, key(1), NO_PARENT, tokens(1))
-    assert events_of(made, Changes(stored=[again])) == [], "it never left"
-    assert events_of(made, changed(1, 0)) == [], "its old row did"
+    events_of(made, stored(1), stored(2))
+    again = StoredBlock(9, 0, 1, hash_of(key(1)), 0, tokens(1))
+    everything = changes_of(gone=[1], changed=[(2, 0b100)], stored=[again])
+    assert events_of(made, everything) == [
+        block_removed(1, 2), block_stored(2, medium="STORAGE"), block_stored(1),
+    ]  # fmt: skip
     assert events_of(made, changed(9, 0)) == [block_removed(1)]
+
+
+def test_columns_of_many_blocks_say_what_single_messages_say() -> None:
+    count = MAX_RUN + 200
+    chain = [
+        StoredBlock(n, 0, 0b101 if n in (50, 51) else 1, hash_of(key(n)), hash_of(key(n - 1)), tokens(n))
+        for n in range(1, count)
+    ]
+    apart = [
+        StoredBlock(count + n, n % 2, 0b1000, hash_of(key(count + n)), 0, b"" if n % 3 else tokens(n))
+        for n in range(40)
+    ]
+    events = []
+    for messages in ([changes_of(stored=[*chain, *apart])], [changes_of(stored=[each]) for each in (*chain, *apart)]):
+        made = stream()
+        made.apply([KindRecord(1, 2, 0, b"kv@n.other@m")])
+        list(made.batches())
+        made.apply(messages)
+        found = {batch.topic: msgspec.msgpack.decode(batch.payload)[1] for batch in made.batches()}
+        made.apply([changes_of(gone=[each.row for each in (*chain, *apart)])])
+        found |= {batch.topic + b" gone": msgspec.msgpack.decode(batch.payload)[1] for batch in made.batches()}
+        events.append(found)
+    at_once, one_by_one = events
+    assert at_once.keys() == one_by_one.keys()
+    for topic, of_topic in one_by_one.items():
+        assert _named(at_once[topic]) == _named(of_topic)
+    longest = max(len(each["block_hashes"]) for each in at_once[TOPIC])
+    assert longest == MAX_RUN
+
+
+def _named(events: list[dict[str, Any]]) -> list[tuple[str, str, int, list[int]]]:
+    """Return what each event says of each of its blocks."""
+    found = []
+    for event in events:
+        ids, hashes = event.get("token_ids", []), event["block_hashes"]
+        of_each = len(ids) // len(hashes)
+        for at, number in enumerate(hashes):
+            above = hashes[at - 1] if at else event.get("parent_block_hash")
+            found.append((event["type"], event["medium"], number, [above, *ids[at * of_each : (at + 1) * of_each]]))
+    return found
+
+
+@pytest.mark.parametrize("ids", [(), (0, 65535), (0, 65536), (7, 2**31 - 1), (-1, 5), (-(2**31), 65535)])
+def test_token_ids_of_every_width(ids: tuple[int, ...]) -> None:
+    packed = struct.pack(f"<{len(ids)}i", *ids)
+    made = stream()
+    made.apply([KindRecord(0, 0, 0, TOPIC)])
+    (event,) = events_of(made, changes_of(stored=[StoredBlock(1, 0, 1, 5, 0, packed)]))
+    assert event["token_ids"] == list(ids) and event["block_size"] == len(ids)
 
 
 def test_messages_survive_any_cut() -> None:
     changes = (
         CHANGES_HEAD.pack(CHANGES, 1, 1, 2, 1, 2) + struct.pack("<I", 8) + struct.pack("<IB", 7, 4)
         + struct.pack("<II", 1, 2) + struct.pack("<II", 0, 0) + bytes([1, 3]) + struct.pack("<HH", 0, 2)
-        + bytes([0, 1]) + key(1) + key(2) + NO_PARENT + tokens(2)
+        + bytes([0, 1]) + key(1) + key(2) + key(9) + tokens(2)
     )  # fmt: skip
     raw = pack_kind(0, 2, 0, TOPIC) + changes + bytes([RESET])
-    blocks = [StoredBlock(1, 0, 1, key(1), NO_PARENT, b""), StoredBlock(2, 0, 3, key(2), key(1), tokens(2))]
+    one, two, nine = (hash_of(key(number)) for number in (1, 2, 9))
+    blocks = [StoredBlock(1, 0, 1, one, nine, b""), StoredBlock(2, 0, 3, two, one, tokens(2))]
     for cut in range(len(raw) + 1):
         data = bytearray(raw[:cut])
         found = list(unpack(data))
@@ -155,7 +208,7 @@ def test_messages_survive_any_cut() -> None:
         kind, middle, end = found + list(unpack(data))
         assert (kind, end) == (KIND, ResetRecord()) and not data
         assert isinstance(middle, Changes)
-        assert (list(middle.gone), middle.changed, middle.stored) == ([8], [(7, 4)], blocks)
+        assert ([*middle.gone], [*middle.changed], [*middle.masks], blocks_of(middle)) == ([8], [7], [4], blocks)
 
 
 def test_batches_for_replay_are_bounded_by_their_bytes() -> None:
