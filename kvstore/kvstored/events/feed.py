@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 DELAY_S = 0.1  # from the first change to sending it
 ANEW_S = 60.0  # from a failure to announcing all again
 ROWS_A_SLICE = 8192  # noted ones, twice where a row is used again: some millisecond of the control thread
+ROWS_WITH_IDS = 1000  # of a slice whose token ids are read as well
 LOOKED_A_SLICE = 8 * ROWS_A_SLICE  # that may be gone
 ROWS_AT_LEAST = 1 << 16  # that wait before those that were noted twice are looked for
 UNKNOWN, KNOWN, WITH_TOKENS = 0, 1, 2
@@ -141,6 +142,11 @@ class EventFeed:
         """The number of changed rows that have been noted and not been sent."""
         return len(self._rows) - self._taken
 
+    @property
+    def _most_rows(self) -> int:
+        """The number of noted rows that a slice has at most."""
+        return ROWS_WITH_IDS if self._tokens.readable else ROWS_A_SLICE
+
     def announce_all(self) -> None:
         """Note changes from now on, have the receiver forget all blocks, and send it all stored blocks again."""
         rows = self._residency.rows
@@ -201,8 +207,8 @@ class EventFeed:
         if not self._outlet.ready:
             if self.waiting_rows > max(ROWS_AT_LEAST, 2 * self._residency.rows.capacity):
                 self._wait_once()
-        elif self.waiting_rows <= ROWS_A_SLICE or self._look():
-            noted = np.array(self._rows[self._taken : self._taken + ROWS_A_SLICE], np.int64)
+        elif self.waiting_rows <= self._most_rows or self._look():
+            noted = np.array(self._rows[self._taken : self._taken + self._most_rows], np.int64)
             self._taken += len(noted)
             if self._taken > max(ROWS_AT_LEAST, len(self._rows) // 2) or not self.waiting_rows:
                 del self._rows[: self._taken]
