@@ -2,13 +2,15 @@
 
 Each subscriber is a process that decodes every batch, as a router does. Two daemons run, one with events, and take
 turns. Blocks of 2 MiB and of 4 KiB, with 64 token ids each, are put at full rate into memory that is full, so that a
-block leaves for each that comes. The baseline is the daemon without events. The rows that end in `processor` compare
-the processor time of the daemon and its children for a block.
+block leaves for each that comes. The baseline is the daemon without events. What is possible is the rate of that daemon
+beside a process that only packs messages of as many blocks and sends them to two subscribers, which decode them. The
+rows that end in `processor` compare the processor time of the daemon and its children for a block.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -35,6 +37,23 @@ decode = msgspec.msgpack.Decoder().decode
 while True:
     decode(socket.recv_multipart()[2])
 """
+PUBLISHER = """
+import msgspec, sys, time, zmq
+socket = zmq.Context().socket(zmq.PUB)
+socket.bind(sys.argv[1])
+blocks, puts = map(int, sys.argv[2:])
+hashes = [2**62 + number for number in range(blocks)]
+stored = {
+    "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": [], "block_size": 64,
+    "lora_id": None, "medium": "CPU", "lora_name": None,
+}
+removed = {"type": "BlockRemoved", "block_hashes": hashes * puts, "medium": "CPU"}
+encode = msgspec.msgpack.Encoder().encode
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+    socket.send_multipart([b"topic", bytes(8), encode([time.time(), [stored] * puts + [removed], 0])])
+"""  # a message each 0.1 s, as docs/events.md promises
 
 
 def measure(quick: bool) -> list[Row]:
@@ -46,8 +65,8 @@ def measure(quick: bool) -> list[Row]:
 
 def _of_size(name: str, data: list[Bytes], nbytes: int, turns: int) -> list[Row]:
     address = f"ipc://{os.environ.get('TMPDIR', '/tmp')}/kvbench-events-{os.getpid()}-{name}"
-    rates: list[list[float]] = [[], []]
-    used_us: list[list[float]] = [[], []]
+    rates: list[list[float]] = [[], [], []]
+    used_us: list[list[float]] = [[], [], []]
     with (
         bench_daemon(*SETTINGS) as silent,
         bench_daemon(*SETTINGS, f"events.listen={address}") as heard,
@@ -55,34 +74,49 @@ def _of_size(name: str, data: list[Bytes], nbytes: int, turns: int) -> list[Row]
         heard.connect(model(nbytes)) as second,
         _subscribers(address),
     ):
-        sides = ((silent, first), (heard, second))
-        counts = [0, 0]
+        sides = ((silent, first), (heard, second), (silent, first))
+        counts = itertools.count()
         for turn in range(turns + 1):
-            for side in (0, 1) if turn % 2 else (1, 0):
+            for side in (0, 1, 2) if turn % 2 else (2, 1, 0):
                 daemon, session = sides[side]
-                before_s = _processor_s(daemon)
-                done, seconds = _puts(session, data, counts[side], 2.0)
-                counts[side] += done
+                with contextlib.ExitStack() as stack:
+                    if side == 2:
+                        each_s = median(rates[0]) if rates[0] else 10_000.0
+                        puts = max(1, round(each_s / len(data) / 10))
+                        stack.enter_context(_least_publisher(f"{address}-least", len(data), puts))
+                    before_s = _processor_s(daemon)
+                    done, seconds = _puts(session, data, counts, 2.0)
+                    used_s = _processor_s(daemon) - before_s
                 if turn:
                     rates[side].append(done * len(data) / seconds)
-                    used_us[side].append((_processor_s(daemon) - before_s) * 1e6 / done / len(data))
-                else:
+                    used_us[side].append(used_s * 1e6 / done / len(data))
+                elif side != 2:
                     wait_mapped()
-    with contextlib.suppress(FileNotFoundError):
-        Path(address.removeprefix("ipc://")).unlink()
-    without, with_events = (median(each) for each in rates)
-    plain_us, events_us = (median(each) for each in used_us)
+    for suffix in ("", "-least"):
+        Path(address.removeprefix("ipc://") + suffix).unlink(missing_ok=True)
+    without, with_events, possible = (median(each) for each in rates)
+    plain_us, events_us, _ = (median(each) for each in used_us)
     same = "the same without events"
     return [
-        Row(f"put_{name}_with_events", with_events, "blocks/s", without, same, AT_LEAST, LEAST),
+        Row(
+            f"put_{name}_with_events",
+            with_events,
+            "blocks/s",
+            without,
+            same,
+            AT_LEAST,
+            LEAST,
+            possible=possible,
+            possible_name="packing, sending and decoding alone",
+        ),
         Row(f"put_{name}_events_processor", events_us, "us", plain_us, same),
     ]
 
 
-def _puts(session: Session, data: Sequence[Bytes], first: int, longest_s: float) -> tuple[int, float]:
+def _puts(session: Session, data: Sequence[Bytes], numbers: Iterator[int], longest_s: float) -> tuple[int, float]:
     started, done = time.perf_counter(), 0
     while (now := time.perf_counter()) - started < longest_s:
-        session.put(tokens_of(first + done, len(data)), payloads=list(data))
+        session.put(tokens_of(next(numbers), len(data)), payloads=list(data))
         done += 1
     return done, now - started
 
@@ -98,15 +132,30 @@ def _processor_s(daemon: BenchDaemon) -> float:
 
 
 @contextlib.contextmanager
+def _least_publisher(address: str, blocks: int, puts: int) -> Iterator[None]:
+    """Run a process that sends subscribers messages of `puts` puts of `blocks` blocks, and does nothing else."""
+    with _started(PUBLISHER, address, str(blocks), str(puts)), _subscribers(address):
+        yield
+
+
+@contextlib.contextmanager
 def _subscribers(address: str) -> Iterator[None]:
-    command = [sys.executable, "-c", SUBSCRIBER, address]
     with contextlib.ExitStack() as stack:
         for _ in range(SUBSCRIBERS):
-            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            stack.callback(child.kill)
+            stack.enter_context(_started(SUBSCRIBER, address))
+        yield
+
+
+@contextlib.contextmanager
+def _started(source: str, *arguments: str) -> Iterator[None]:
+    """Run a process of Python's, which says when it is ready."""
+    with subprocess.Popen([sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE) as child:
+        try:
             assert child.stdout is not None
             child.stdout.readline()
-        yield
+            yield
+        finally:
+            child.kill()
 
 
 if __name__ == "__main__":
