@@ -17,8 +17,9 @@ def openai_library() -> ModuleType:
 
 
 def openai_client(url: str, key: str, timeout_s: float = 60) -> Any:
-    """Return a client of the server at `url`. It trusts nobody, for all of that is plain HTTP, and reading whom to
-    trust takes longer than most tests."""
+    """Return a client of the server at `url`. It verifies no certificates: the server speaks plain HTTP, and to load
+    the certificates takes longer than most tests.
+    """
     library = openai_library()
     plain = library.DefaultHttpxClient(verify=False)
     return library.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=timeout_s, http_client=plain)
