@@ -12,7 +12,7 @@ import pytest
 
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.running_server import RunningServer
-from tests.reference.skips import openai_library, skip_without_ggml
+from tests.reference.skips import openai_client, skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
@@ -50,7 +50,7 @@ def stored(daemon: RunningDaemon) -> int:
 
 
 def embed(server: RunningServer, entries: Any, key: str = "key-of-anna-0001", **options: Any) -> Any:
-    with openai_library().OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
+    with openai_client(server.url, key) as client:
         return client.embeddings.create(model="tiny", input=entries, **options)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.reference.running_daemon import eventually
 from tests.reference.running_server import RunningServer
-from tests.reference.skips import openai_library, skip_without_ggml
+from tests.reference.skips import openai_client, openai_library, skip_without_ggml
 from tests.reference.tiny_llama import byte_level_vocabulary, write_tiny_llama
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def _client(server: RunningServer, tenant: str = "anna") -> Any:
-    return openai_library().OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[tenant], max_retries=0, timeout=60)
+    return openai_client(server.url, KEYS[tenant])
 
 
 @pytest.fixture

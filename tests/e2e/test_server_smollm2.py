@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_engine.models.locate import locate
 from tests.reference.running_server import RunningServer
-from tests.reference.skips import openai_library, skip_without_ggml, skip_without_model
+from tests.reference.skips import openai_client, skip_without_ggml, skip_without_model
 
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("httptools", reason="the extra server is not installed")
@@ -36,7 +36,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[Any]:
-    with openai_library().OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=200) as opened:
+    with openai_client(server.url, "-", timeout_s=200) as opened:
         yield opened
 
 

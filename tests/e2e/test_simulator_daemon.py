@@ -46,6 +46,12 @@ def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_client.put_part.PutPart.send_every_s", 60.0)
 
 
+@pytest.fixture(autouse=True)
+def patient_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a get gives up reads that take over a second: that time runs by no clock of the test's."""
+    monkeypatch.setattr("kvstored.store.transfer.promote.LEAST_PATIENCE_MS", 60_000)
+
+
 @dataclass
 class Lived:
     """The work of a daemon by its own counters, the most blocks that each tier held, and those promoted from it."""
@@ -80,7 +86,9 @@ def live(daemon: ClockedDaemon, requests: Sequence[Sequence[int]]) -> Lived:
             now = daemon.ask(lambda store: [store.residency.tier_blocks(tier) for tier in range(len(store.tiers))])
             held = [max(pair) for pair in zip(held or now, now, strict=True)]
     promoted = daemon.ask(lambda store: [flow.promoted_blocks for flow in store.flows.tiers])
-    return Lived(daemon.ask(lambda store: store.counters.snapshot()), promoted, held)
+    counters = daemon.ask(lambda store: store.counters.snapshot())
+    assert counters["acquire_timeouts"] == 0, "no get was cut short by the machine's load"
+    return Lived(counters, promoted, held)
 
 
 def recorded_hits(path: Path) -> list[int]:

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore_simulator.policies import POLICIES
@@ -15,11 +15,12 @@ from kvstore_simulator.reuse import NEVER, curves, reuse_distances
 from kvstore_simulator.trace import Op, Trace, TraceBuilder
 from kvstored.store.blocks.check import check
 from kvstored.store.policies import ADMISSIONS
-from tests.reference.examples import each_nth
+from tests.reference.examples import each_nth, examples
 from tests.reference.traces import Requests, plain_hits, sessions, trace_of
 
 seeds = st.integers(0, 10**6)
 capacities = st.integers(1, 120)
+shared = settings(max_examples=min(examples(60), 20))  # for each admission of a policy, which share 60
 
 
 def hits(trace: Trace, policy: str, capacity: int, admission: str = "always") -> list[int]:
@@ -48,6 +49,7 @@ def test_no_policy_beats_the_bounds(policy: str, seed: int, capacity: int) -> No
 
 
 @pytest.mark.parametrize(("policy", "admission"), each_nth(list(product(sorted(POLICIES), sorted(ADMISSIONS))), 9))
+@shared
 @given(seed=seeds, capacity=st.integers(1, 60), cut=st.integers(1, 49))
 @example(seed=217, capacity=19, cut=29)  # a row that was the last victim, used again, goes by other means
 @example(seed=1960, capacity=18, cut=14)  # its second tenant comes after the cut
@@ -62,6 +64,7 @@ def test_what_comes_later_changes_nothing_before(
 @pytest.mark.parametrize(
     ("policy", "admission"), each_nth(list(product([*sorted(POLICIES), "clairvoyant"], sorted(ADMISSIONS))), 5)
 )
+@shared
 @given(seed=seeds, capacity=st.integers(1, 60))
 def test_what_is_missed_is_stored_or_kept_out_and_what_is_stored_is_here_or_evicted(
     policy: str, admission: str, seed: int, capacity: int

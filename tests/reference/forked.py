@@ -241,6 +241,7 @@ def _main(program: str, connection: socket.socket) -> None:
     if program == "kvstored":
         importlib.import_module("kvstore_predictor.prior").shipped()  # the same in each daemon, and kept
         importlib.import_module("kvstored.config").load_config(None)  # as are the defaults
+        importlib.import_module("kvstored.cli")._parser(["serve"])  # and its patterns
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a tester's Ctrl-C is for pytest
     gc.collect()
     gc.freeze()  # a child's collections would copy every page of what was imported

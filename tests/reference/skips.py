@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,15 @@ def openai_library() -> ModuleType:
         "openai", reason="the client is not installed: pip install openai (extra dev)"
     )
     return found
+
+
+def openai_client(url: str, key: str, timeout_s: float = 60) -> Any:
+    """Return a client of the server at `url`. It verifies no certificates: the server speaks plain HTTP, and to load
+    the certificates takes longer than most tests.
+    """
+    library = openai_library()
+    plain = library.DefaultHttpxClient(verify=False)
+    return library.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=timeout_s, http_client=plain)
 
 
 def skip_without_ggml() -> None:

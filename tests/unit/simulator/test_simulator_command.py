@@ -318,16 +318,20 @@ def test_no_two_lines_of_a_chart_look_alike_and_what_ships_stands_out(chat: Path
     assert swatches == looks, "the legend shows each line as it is drawn"
 
 
-def test_a_trace_may_have_any_name_and_the_output_any_encoding(chat: Path, tmp_path: Path) -> None:
+def test_a_trace_may_have_any_name_and_the_output_any_encoding(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = tmp_path / os.fsdecode(b"chat-\xff.jsonl.gz")
     odd.write_bytes(chat.read_bytes())
-    command = [sys.executable, "-m", "kvstored", "simulate", str(odd), "--format", "mooncake", "--policy", "lru"]
+    arguments = ["simulate", str(odd), "--format", "mooncake", "--policy", "lru"]
     plain = dict(os.environ, PYTHONIOENCODING="ascii:strict")
-    for shape in (["--json"], ["--csv"], ["--plot", str(tmp_path / "page.html")]):
-        made = subprocess.run([*command, *shape], env=plain, capture_output=True, timeout=60)
-        assert (made.returncode, made.stderr) == (0, b"")
-        if shape == ["--json"]:
-            assert "engine→host" in json.loads(made.stdout)["rows"][0]["bytes_by_lane"]
+    command = [sys.executable, "-m", "kvstored", *arguments, "--json"]
+    made = subprocess.run(command, env=plain, capture_output=True, timeout=60)
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert "engine→host" in json.loads(made.stdout)["rows"][0]["bytes_by_lane"]
+    for shape in (["--csv"], ["--plot", str(tmp_path / "page.html")]):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict"))
+        assert main([*arguments, *shape]) == 0
 
 
 def test_standard_streams_may_be_closed(chat: Path, tmp_path: Path) -> None:

@@ -50,11 +50,19 @@ def slab(directory: Path, number: int) -> Path:
     return slab_path(directory / "slabs", number)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    with opened(tmp_path) as tier:
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stored")
+    with opened(path) as tier:
         store(tier, *BLOCKS)
-    assert len(list((tmp_path / "slabs").iterdir())) == 3
+    assert len(list((path / "slabs").iterdir())) == 3
+    return path
+
+
+@pytest.fixture
+def directory(stored: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
