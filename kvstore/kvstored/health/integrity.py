@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstored.clock import NS_PER_S
-from kvstored.health.scrub.device_scrubber import DeviceScrubber
 from kvstored.health.scrub.scrubber import Scrubber, ScrubPositionStore, ScrubReport
 from kvstored.health.scrub.worker import ScrubSettings
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.check import TreeCheck, check
 from kvstored.store.blocks.orphans import find, none_of, snapshot
 from kvstored.store.blocks.rows import as_array
+
+if TYPE_CHECKING:
+    from kvstored.health.scrub.device_scrubber import DeviceScrubber
 
 log = logging.getLogger(__name__)
 Task = Callable[[], Coroutine[Any, Any, None]]
@@ -157,8 +159,11 @@ class Integrity:
         self.scrubber = self._make_scrubber(place)
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
-        has_devices = bool(store.device_check.tiers) and store.config.scrub.enabled
-        self.device_scrubber = DeviceScrubber(store) if has_devices else None
+        self.device_scrubber: DeviceScrubber | None = None
+        if store.device_check.tiers and store.config.scrub.enabled:
+            from kvstored.health.scrub.device_scrubber import DeviceScrubber  # few nodes have a tier in a device
+
+            self.device_scrubber = DeviceScrubber(store)
         self.books = InvariantChecker(store, is_idle)
         self.report.books = self.books.report
 

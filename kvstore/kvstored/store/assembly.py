@@ -16,7 +16,6 @@ from kvstore_predictor.base import Predictor
 from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_tiers.base import Slot, Tier
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.keyed import KeyedTier
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
 from kvstored.config import Config, ConfigError
@@ -50,6 +49,7 @@ from kvstored.tier_set import ALL_TIERS, MEMBERS, TierSet
 
 if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
+    from kvstore_tiers.keyed import KeyedTier
 
 from kvstored.store.lossy_copies import LossyCopies
 from kvstored.store.movement import (
@@ -162,7 +162,7 @@ class Store:
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = tiers[residency.durable] if residency.durable >= 0 else None
-        self.keyed = {at: cast(KeyedTier, tier) for at, tier in enumerate(tiers) if tier.info.kind == "keyed"}
+        self.keyed = {at: cast("KeyedTier", tier) for at, tier in enumerate(tiers) if tier.info.kind == "keyed"}
         self.exporters = {at: cast("GpuTier", tiers[at]) for at in MEMBERS[residency.exported]}
         self.counters, self.flows = Counters(), Flows(len(tiers))
         ground = Ground(config, clock, completions, residency, tiers, self.keyed, self.counters, self.flows)

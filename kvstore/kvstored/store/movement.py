@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
-from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.objects import DIGEST_BYTES
 from kvstored.clock import Clock
 from kvstored.completions import CompletionQueue
@@ -33,7 +32,6 @@ from kvstored.store.remote import Absences
 from kvstored.store.transfer.admission import FrequencyAdmission, RemoteWrites, TierGate, TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
-from kvstored.store.transfer.device_promotion import DevicePromotion
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion, SlotExit
 from kvstored.store.transfer.gate import Backlog, WriteGate
@@ -44,7 +42,6 @@ from kvstored.store.transfer.mover import LaneTransfer, Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
-from kvstored.store.transfer.sharing import Sharing
 from kvstored.store.transfer.staging import CodecStaging
 from kvstored.store.transfer.victims import OrphanQueue, Victims
 from kvstored.store.transfer.writeback import WriteBack
@@ -52,7 +49,9 @@ from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import NO_TIERS, TierSet
 
 if TYPE_CHECKING:
-    pass
+    from kvstore_tiers.keyed import KeyedTier
+    from kvstored.store.transfer.device_promotion import DevicePromotion
+    from kvstored.store.transfer.sharing import Sharing
 
 KEYED_AT_ONCE, KEYED_WAIT_S = 16, 0.02  # demotions to a key-addressed tier: one that hangs keeps so many blocks in
 # place, and what makes room above it goes on without it after so long
@@ -324,7 +323,11 @@ def make_early(
     remote and device tiers, and the ones that read blocks from NVMe straight into device memory. `absences` records
     which blocks a remote tier lacks."""
     residency, mapped, counters = ground.residency, ground.residency.mapped, ground.counters
-    sharing, promotions = list[Sharing](), list[DevicePromotion]()
+    if gates or mapped:  # few nodes have a remote tier or one in a device
+        from kvstored.store.transfer.device_promotion import DevicePromotion
+        from kvstored.store.transfer.sharing import Sharing
+    sharing: list[Sharing] = []
+    promotions: list[DevicePromotion] = []
     for position, gate in gates.items():
         if gate.shares_early:
             intake, back = (

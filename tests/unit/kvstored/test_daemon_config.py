@@ -70,6 +70,14 @@ def test_reading_it_loads_no_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_a_daemon_loads_nothing_of_remote_and_device_tiers_that_it_lacks() -> None:
+    store = "kvstored.store.transfer"
+    parts = {"kvstore_tiers.keyed", f"{store}.sharing", f"{store}.device_promotion"}
+    parts.add("kvstored.health.scrub.device_scrubber")
+    program = f"import sys, kvstored.daemon; sys.exit(bool({parts} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_the_defaults_are_read_once_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     before = load_config(None, FIXED)
     monkeypatch.setattr("kvstored.config.documents.tomllib.loads", lambda text: {"value": "none"})

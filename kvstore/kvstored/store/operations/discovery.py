@@ -19,7 +19,6 @@ from functools import partial
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.keyed import UNKNOWN
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.remote import DEADLINE_MS, AnswerTimes, RemoteValue, RemoteVerdict
@@ -245,4 +244,6 @@ class Discovery:
 
 
 def _failed(answer: asyncio.Future[list[int]]) -> bool:
+    from kvstore_tiers.keyed import UNKNOWN  # loaded already, by the tier that was asked
+
     return answer.result()[:1] == [UNKNOWN]

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvstored.clock import NS_PER_S
 from kvstored.store.assembly import Store
-from kvstored.store.transfer.device_promotion import DevicePromotion
 from kvstored.store.transfer.lane import Priority
 from kvstored.tier_set import TierSet
+
+if TYPE_CHECKING:
+    from kvstored.store.transfer.device_promotion import DevicePromotion
 
 
 class Loading:
