@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from kvctl.top import top
 from kvctl.warm import warm
 from kvstore_client.paths import socket_directory
 from kvstore_console.command_line import report_error, run_program
-from kvstore_console.printable import printable
 
 _COMMANDS: Final[dict[str, Callable[[AdminSocket, argparse.Namespace], Output]]] = {
     "status": show.status,
@@ -81,16 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     of_kvstored = words_for_kvstored(words)
     run = partial(run_kvstored, of_kvstored) if of_kvstored else lambda: _print(parse(words))
-    return run_program("kvctl", run, unencodable="replace")
+    return run_program("kvctl", argv, run, unencodable="replace")
 
 
 def _print(arguments: argparse.Namespace) -> int:
     try:
         output = _run(arguments)
     except CommandError as error:
-        if arguments.json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code, **error.facts}))
-        return report_error("kvctl", printable(str(error)), error.exit_code)
+        return report_error("kvctl", str(error), error.exit_code, **error.facts)
     print(output.render(as_json=arguments.json), file=sys.stderr if output.aside else sys.stdout, flush=True)
     return output.exit_code
 
