@@ -147,7 +147,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             _CHECKS[arguments.command](parser, arguments)
         check_data_arguments(parser, arguments)
 
-    return command_line.parse(parser, argv, check, json_errors=True)
+    return command_line.parse(parser, argv, check)
 
 
 def words_for_kvstored(argv: Sequence[str]) -> list[str]:

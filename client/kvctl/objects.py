@@ -58,9 +58,7 @@ _FROM: Final = ("weights", "table", "file")
 def add_objects_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the object, or NAME@VERSION")
-    parser.add_argument(
-        "seconds", nargs="?", type=ttl_seconds, metavar="S", help="ttl: seconds from now; 0 is for ever"
-    )
+    parser.add_argument("seconds", nargs="?", metavar="S", help="ttl: seconds from now; 0 is for ever")
     put = parser.add_mutually_exclusive_group()
     put.add_argument("--weights", metavar="PATH", help="put: a file of weights, or the directory of a model")
     put.add_argument("--table", metavar="FILE", help="put: a NumPy array, as np.save wrote it")
@@ -78,12 +76,16 @@ def add_objects_options(parser: argparse.ArgumentParser) -> None:
 
 def check_objects(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     action, sources = arguments.action, [name for name in _FROM if getattr(arguments, name) is not None]
-    if (action == "put") != bool(sources):
-        parser.error("objects: put, and it alone, takes --weights PATH, --table FILE or --file FILE")
+    if (action == "put") != bool(sources) or (action == "put" and arguments.seconds is not None):
+        parser.error("objects: put, and it alone, takes a name and --weights PATH, --table FILE or --file FILE")
     if action != "list" and not arguments.name:
         parser.error(f"objects {action}: name the object")
     if (action == "ttl") != (arguments.seconds is not None):
         parser.error("objects: ttl takes a name and seconds, every other action a name alone")
+    try:
+        arguments.seconds = None if action != "ttl" else ttl_seconds(arguments.seconds)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"objects ttl: S {error}")
     if (arguments.pin or arguments.ttl is not None) and action != "put":
         parser.error("objects: --pin and --ttl go with put; later: objects pin NAME, objects ttl NAME S")
 

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from kvstore_proto.objects import head_of, object_tokens
 
 STAGING_BYTES: Final = 64 << 20
 PORTION_BYTES: Final = 64 << 20
-MAX_STDIN_BYTES: Final = 4 << 30
+MAX_STREAM_BYTES: Final = 4 << 30  # of what has no size: all of it is in memory before the first block is put
 UNKNOWN_BLOCKS: Final = 64  # of an object whose first block is gone, so many are looked for
 
 
@@ -178,20 +178,24 @@ def _portions(blocks: int, block_bytes: int) -> list[tuple[int, int]]:
 
 def read_bytes(path: str) -> Bytes:
     """Return the bytes of the file `path`, mapped if possible. The path "-" stands for standard input. Raises
-    CommandError.
+    CommandError, also for more than `MAX_STREAM_BYTES` from what is not a regular file.
     """
     try:
         if path == "-":
-            data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-            if len(data) > MAX_STDIN_BYTES:
-                raise CommandError(USAGE, f"standard input is over {MAX_STDIN_BYTES >> 30} GiB: put a file instead")
-            return np.frombuffer(data, np.uint8)
+            return _read_stream(sys.stdin.buffer, "standard input")
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:  # empty, or no regular file
-                return np.frombuffer(file.read(), np.uint8)
+                return _read_stream(file, path)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise CommandError(USAGE, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _read_stream(stream: BinaryIO, name: str) -> Bytes:
+    data = stream.read(MAX_STREAM_BYTES + 1)
+    if len(data) > MAX_STREAM_BYTES:
+        raise CommandError(USAGE, f"{name} gives over {human_bytes(MAX_STREAM_BYTES)}: put a regular file instead")
+    return np.frombuffer(data, np.uint8)
 
 
 def delete(directory: Path, arguments: argparse.Namespace) -> Output:

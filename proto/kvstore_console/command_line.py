@@ -1,6 +1,7 @@
 """Command lines, alike in the three programs: help, reports of mistakes, types of options, and how a program ends.
 
-Invariant: a mistake of the user and a failure are one line on standard error and an exit status, never a traceback.
+Invariant: a mistake of the user and a failure are one line on standard error and an exit status, never a traceback;
+with --json among the words of the command line also one object on standard output.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, TypeAlias
 
-from kvstore_console.printable import printable_lines
+from kvstore_console.printable import printable, printable_lines
 from kvstore_console.units import parse_size
 
 OK: Final = 0
@@ -31,6 +32,7 @@ class WrongUsage(Exception):
         self.program = program
 
 
+_given: list[str] = []  # the words of the command line that is obeyed
 _REST = {argparse.PARSER, argparse.REMAINDER}
 _AS_USUAL = {"-h", "--help", "--"}  # words with which argparse cannot parse in two passes
 
@@ -72,12 +74,9 @@ def parse(
     parser: Parser,
     argv: Sequence[str] | None = None,
     check: Callable[[argparse.Namespace], None] | None = None,
-    *,
-    json_errors: bool = False,
 ) -> argparse.Namespace:
     """Parse the command line `argv` (by default the program's) and return the options. `check` may refuse them by
-    `parser.error`. A mistake ends the program with the status USAGE and one line on standard error. With
-    `json_errors`, and if --json is among the words, an object on standard output says the same.
+    `parser.error`. A mistake ends the program with the status USAGE.
     """
     given = sys.argv[1:] if argv is None else argv
     try:
@@ -85,26 +84,37 @@ def parse(
         if check is not None:
             check(options)
     except WrongUsage as wrong:
-        if json_errors and "--json" in given:
-            import json
-
-            print(json.dumps({"error": str(wrong), "exit_code": USAGE}))
+        _given[:] = given
+        _print_object(str(wrong), USAGE)
         parser.exit(USAGE, printable_lines(f"{wrong.program}: {wrong}\ntry: {wrong.program} --help\n"))
     return options
 
 
-def report_error(program: str, message: str, status: int) -> int:
-    """Print the program's name and `message` as one line on standard error, and return the exit status `status`."""
-    print(printable_lines(f"{program}: {message}"), file=sys.stderr)
+def report_error(program: str, message: str, status: int, **facts: Any) -> int:
+    """Print the program's name and `message` as one line on standard error, and return the exit status `status`. Where
+    the command line has --json, print the message, the status and `facts` on standard output, too."""
+    _print_object(message, status, **facts)
+    print(printable(f"{program}: {message}"), file=sys.stderr)
     return status
 
 
-def run_program(program: str, run: Callable[[], int], *, unencodable: str = "backslashreplace") -> int:
-    """Call `run` and return its exit status. A closed output, an interrupt by the user and an OSError such as a full
+def _print_object(error: str, exit_code: int, **facts: Any) -> None:
+    if "--json" in _given:
+        import json
+
+        print(json.dumps({"error": error, "exit_code": exit_code, **facts}))
+
+
+def run_program(
+    program: str, argv: Sequence[str] | None, run: Callable[[], int], *, unencodable: str = "backslashreplace"
+) -> int:
+    """Call `run`, which obeys the command line `argv` (by default the program's), and return its exit status. A closed
+    output, an interrupt by the user and an OSError such as a full
     disk become a status too, without a traceback. `unencodable` is the error handler, as `codecs` names it, for
     letters that the output's encoding lacks.
     """
     _prepare_streams(unencodable)
+    _given[:] = sys.argv[1:] if argv is None else argv
     try:
         status = run()
         sys.stdout.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +44,8 @@ class Model:
         self.keys = [self.residency.key(row) for row in range(BLOCKS)]
         self.retention = retention_of(self.residency, self.clock)
         self.retention.restore(list(self.entries.items()))
+        for _ in self.retention.settle_chains(at_start=True):
+            pass
 
     def touch(self, blocks: list[int], terms: Terms) -> None:
         rows = [self.residency.find(0, self.keys[block]) for block in blocks]
@@ -93,16 +93,12 @@ class Model:
         assert not later.changed
 
     def crash(self, ns: int) -> None:
-        """End without a save. Blocks are found on NVMe, also removed ones: as stored anew. A block that would
-        outlive one before it is removed again: `change` does not look for such blocks."""
+        """End without a save. Every block is found on NVMe, also the removed ones: as stored anew, and what they
+        continue never expires."""
         self.wall_ns += ns
         self.begin(ns % (2 * NS_PER_S) + 7 * NS_PER_S)
         self.terms = dict(self.saved)
-        lives_s = {key: self.terms.get(key, (0,))[0] or NEVER for key in self.keys}
-        for first in range(0, BLOCKS, CHAIN):
-            chain = self.keys[first : first + CHAIN]
-            least_s = accumulate((lives_s[key] for key in chain), min)
-            self.remove([first + at for at, s in enumerate(least_s) if lives_s[chain[at]] > s])
+        self.renew(set(), 0)
 
     def agrees(self) -> None:
         found = terms_in_index(self.retention, self.residency)

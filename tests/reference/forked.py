@@ -44,7 +44,7 @@ PROGRAMS = {
         "kvstore_cuda.native_build",
         "kvstore_tiers.nvme.tier",
     ),
-    "kvctl.main": ("kvctl.main", "kvctl.arguments", "kvstore_client.entry"),
+    "kvctl.main": ("kvctl.main", "kvctl.commands", "kvstore_client.entry"),
     "kvstore_client.testing.child": ("kvstore_client.entry",),
     _TEXT: ("kvstore_client.entry", "tests.reference.running_daemon"),
     "kvstore_engine.cli": ("kvstore_engine.cli.serve", "kvstore_engine.server.app", "kvstore_engine.server.connection"),

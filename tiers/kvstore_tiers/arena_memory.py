@@ -166,7 +166,8 @@ class ArenaMemory:
     def _give_back(self) -> None:
         if self.fd >= 0:
             if self.mode == "owned":
-                self.punch(0, self.nbytes)
+                with contextlib.suppress(OSError):  # then it goes with the last process that maps it
+                    self.punch(0, self.nbytes)
             if self._released is not None:
                 self._released(self.number)
             os.close(self.fd)
@@ -221,7 +222,11 @@ class ArenaMemory:
                 donor, owed_bytes = self._donor, self._owed_bytes
                 upto_bytes = min(owed_bytes, donor.inherited_bytes + _CATCH_UP_BYTES) if donor is not None else 0
                 if donor is not None:
-                    self._take_from(donor, upto_bytes)
+                    try:
+                        self._take_from(donor, upto_bytes)
+                    except OSError:  # nobody would try again: these ranges are in use already
+                        donor.release()
+                        self._donor = None
                 if donor is None or upto_bytes == owed_bytes:
                     self._owed_bytes = 0
 

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `kvengine` with the arguments `argv`, by default the arguments of the process, and return the
     exit code.
     """
-    return run_program("kvengine", lambda: _run(parse(arguments.parser(), argv)))
+    return run_program("kvengine", argv, lambda: _run(parse(arguments.parser(), argv)))
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ exit status: 0 all is well; 1 it failed (the message says how); 2 a mistake in t
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_program("kvstored", lambda: _run(argv))
+    return run_program("kvstored", argv, lambda: _run(argv))
 
 
 def _run(argv: list[str] | None) -> int:

@@ -243,8 +243,8 @@ class Retention:
             if (residency.expires_s(row) or NEVER) >= until_s:
                 return
             residency.rows.optional.set("expires_s", row, until_s % NEVER)
-            if self.later.is_followed:
-                self.later.note(row, ALL)
+            if self.later.is_followed and not (at_start and self.later.is_pending):
+                self.later.note(row, ALL)  # else its saved terms, which may still be read, would count as replaced
             row = residency.parent(row)
 
     def end_all_at(self, rows: Sequence[int], expires_s: int) -> None:

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvctl import put
 from kvctl.bench import check_room
 from kvctl.connection import in_words, not_read
 from kvctl.data_arguments import positive_size
 from kvctl.explain import reason_text, render_chain
 from kvctl.main import main
 from kvctl.output import DENIED, FAILED, USAGE, CommandError
-from kvctl.put import _Stored
+from kvctl.put import _Stored, read_bytes
 from kvctl.target import parse_tokens
 from kvstore_console.units import human_blocks
 from kvstore_proto.v1 import admin_pb2 as pb
@@ -89,6 +90,14 @@ def test_no_text_is_more_than_a_mistake(text: str) -> None:
         parse_tokens(text, "--tokens")
     except CommandError as error:
         assert error.exit_code == USAGE
+
+
+def test_what_has_no_size_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as /dev/zero; a file of /proc does not say its size either, and has an end."""
+    assert len(read_bytes("/proc/self/status")) > 100
+    monkeypatch.setattr(put, "MAX_STREAM_BYTES", 100)
+    with pytest.raises(CommandError, match="/proc/self/status gives over 100 B: put a regular file instead"):
+        read_bytes("/proc/self/status")
 
 
 def test_sizes() -> None:

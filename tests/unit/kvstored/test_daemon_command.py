@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.failpoints import ENVIRONMENT
-from kvstored.cli import EXIT_USAGE, main
+from kvstored.cli import EXIT_FAILED, EXIT_USAGE, main
 from kvstored.cli.configure import overrides
 from kvstored.config import load_config
 from tests.reference import forked
@@ -22,6 +23,20 @@ def test_settings_are_checked_only_when_asked(capsys: pytest.CaptureFixture[str]
     assert main(["config", "--set", "host.capacity=4GiB"]) == EXIT_USAGE
     printed = capsys.readouterr()
     assert not printed.out and "--check" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["check", "DIRECTORY"], EXIT_USAGE), (["inspect", "DIRECTORY", "state"], EXIT_FAILED)]
+)
+def test_json_has_what_went_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], status: int
+) -> None:
+    given = [str(tmp_path) if word == "DIRECTORY" else word for word in words]
+    assert main([*given, "--json"]) == status
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["exit_code"] == status and printed.err == f"kvstored: {found['error']}\n"
+    assert main(given) == status and not capsys.readouterr().out
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (Linux)")

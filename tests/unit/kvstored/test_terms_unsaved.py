@@ -161,6 +161,32 @@ def test_terms_that_are_read_late_are_not_given_to_blocks_that_were_stored_since
     asyncio.run(run())
 
 
+def test_terms_that_are_read_late_are_given_to_blocks_that_the_start_lets_live_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header lets the block expire before one that continues it."""
+
+    async def run() -> None:
+        process = StateProcess(tmp_path, "1", SystemClock())
+        retention = retention_of(index_of(64), SystemClock())
+        retention.change([7], PINNED)
+        assert await TermsKeeper(process, retention, Unsaved(), tmp_path).save()
+
+        residency = index_of(64)
+        residency.rows.optional.set("expires_s", 7, 1 << 31)
+        retention = retention_of(residency, SystemClock())
+        keeper = TermsKeeper(process, retention, Unsaved(), tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "START_S", 0.0)
+            await keeper.restore_before_serving()
+        assert not residency.expires_s(7) and not residency.pinned_by(7)
+        await keeper.restore()
+        assert not residency.expires_s(7) and list(retention.pins.names(7)) == ["a"]
+        await process.close()
+
+    asyncio.run(run())
+
+
 def test_a_start_gives_blocks_their_saved_terms_although_the_process_of_the_state_died(tmp_path: Path) -> None:
     async def run() -> None:
         retention = retention_of(index_of(64), SystemClock())

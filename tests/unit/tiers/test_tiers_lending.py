@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,3 +141,20 @@ def test_what_is_closed_first_gives_its_memory_back_when_the_device_has_let_go(d
     assert arena.held_bytes == MIB, "the other device has it"
     device.let_go()
     assert arena.fd < 0
+
+
+def test_memory_that_the_system_does_not_take_back_leaves_no_descriptor(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last process that maps it takes it along."""
+    with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
+        tier.lend_to([device])
+        slot = tier.allocate(MIB, OWNER)
+        assert slot is not None
+        donor = tier.arena(slot.container)
+        tier.free(slot)
+        assert tier.allocate(MIB // 4, OTHER)
+        monkeypatch.setattr("kvstore_tiers.arena_memory._libc", SimpleNamespace(fallocate=lambda *_: 1))
+        device.let_go()
+        assert donor.fd < 0
+        assert tier.allocate(MIB // 4, OTHER)
