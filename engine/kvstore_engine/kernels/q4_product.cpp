@@ -3,7 +3,7 @@
 // The matrix is what ggml's repacking leaves (block_q4_0x8): of each block of 32 elements eight scales (halves), then
 // four bytes of each of the columns at a time, two columns' worth in eight, with signed nibbles. ggml multiplies four rows
 // at a time, widens each block again for each four, and pays for the signs with every product. Here a block is widened once
-// for all rows, the nibbles are taken as unsigned, and 8 times the sum of a row's block is subtracted: two instructions
+// for 16 rows or all, nibbles are taken as unsigned, and 8 times the sum of a row's block is subtracted: two instructions
 // for 32 products. Four rows at a time are multiplied with two tiles, so that what is loaded serves several products.
 //
 // Sums within a block are whole numbers, and blocks are added one after another with ggml's own rounding, so that a row's
@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kTileBytes = 16 + 16 * 8;  // eight scales, the columns' nibbles
 constexpr int64_t kRows = 16;                // whose sums a first-level cache holds
 constexpr int64_t kFour = 4;                 // rows whose sums of a block registers hold, for two tiles
+constexpr int64_t kPaired = 12, kKept = 64;  // rows from which on two tiles at a time pay, and widening all first
 constexpr int64_t kAheadBytes = 2048;
 
 struct Quantised {
@@ -140,7 +141,7 @@ void multiply_rows(const TilesOf& tiles_of, const Quantised* rows, int64_t count
         for (int t = 0; t < Tiles; t++) write_sums(output + r * stride + t * kTogether, sums[r][t]);
 }
 
-// The same for any `count`. For more rows than kRows all tiles are widened first, into `kept`.
+// The same for any `count`. For kKept rows and more all tiles are widened first, into `kept`.
 template <int Tiles>
 void multiply_columns(const char* tiles, const Quantised* rows, int64_t count, int64_t blocks, float* output,
                       int64_t stride, Tile* kept) {
@@ -149,11 +150,16 @@ void multiply_columns(const char* tiles, const Quantised* rows, int64_t count, i
         widen<Tiles>(tiles, block, strip, memory);
         return memory;
     };
-    if (count <= kRows) return multiply_rows<Tiles>(widened, rows, count, blocks, output, stride);
-    for (int64_t block = 0; block < blocks; block++) widened(block, kept + Tiles * block);
-    for (int64_t row = 0; row < count; row += kRows)
-        multiply_rows<Tiles>([&](int64_t block, Tile*) { return kept + Tiles * block; }, rows + row * blocks,
-                             std::min(kRows, count - row), blocks, output + row * stride, stride);
+    const bool keeps = count >= kKept;
+    for (int64_t block = 0; keeps && block < blocks; block++) widened(block, kept + Tiles * block);
+    const auto before = [&](int64_t block, Tile*) { return kept + Tiles * block; };
+    for (int64_t row = 0; row < count; row += kRows) {
+        const auto multiplied = [&](const auto& tiles_of) {
+            multiply_rows<Tiles>(tiles_of, rows + row * blocks, std::min(kRows, count - row), blocks,
+                                 output + row * stride, stride);
+        };
+        keeps ? multiplied(before) : multiplied(widened);
+    }
 }
 
 void multiply(const char* tiles, int64_t columns, const Quantised* rows, int64_t count, int64_t blocks, float* output,
@@ -164,7 +170,7 @@ void multiply(const char* tiles, int64_t columns, const Quantised* rows, int64_t
             multiply_columns<together>(tiles + column / kTogether * blocks * kTileBytes, rows, count, blocks,
                                        output + column, stride, (Tile*)kept);
     };
-    if (count >= 2 * kFour) multiplied(std::integral_constant<int, 2>());
+    if (count >= kPaired) multiplied(std::integral_constant<int, 2>());
     multiplied(std::integral_constant<int, 1>());
 }
 
