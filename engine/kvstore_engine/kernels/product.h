@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kBlock = 32;    // elements that share a scale
 constexpr int64_t kTogether = 8;  // columns that are interleaved
+constexpr int64_t kCacheLine = 64;
 
 // What a product's node in ggml's graph names. Source 0: f32 [count][elements], contiguous; source 1: the matrix;
 // source 2, if there is one: f32 [count][columns], contiguous, added to the product; destination: f32 [count][columns].
@@ -115,7 +116,7 @@ inline void* workspace(size_t bytes) {
     thread_local size_t held = 0;
     if (held < bytes) {
         std::free(pthread_getspecific(kWorkspace));
-        void* const memory = std::malloc(bytes);
+        void* const memory = std::aligned_alloc(kCacheLine, (bytes + kCacheLine - 1) / kCacheLine * kCacheLine);
         if (!memory) {
             std::fprintf(stderr, "kvengine: no memory for %zu bytes of a product's rows\n", bytes);
             std::abort();
@@ -134,21 +135,21 @@ inline void add(const Operands& given, int64_t begin, int64_t end) {
                              _mm256_add_ps(_mm256_loadu_ps(given.output + at), _mm256_loadu_ps(given.addend + at)));
 }
 
-// The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each. Up to
-// `most` rows at a time are multiplied by multiply(tiles, columns, rows, count, blocks, output, stride); of these each
-// block's lie together in `rows`, as Row::take makes them of 32 values.
+// The product with a matrix of which kTogether columns are interleaved, in tiles of `tile_bytes`: one block of each, by
+// multiply(tiles, columns, rows, count, blocks, output, stride, kept). In `rows` each block's of `most` rows at a time lie
+// together, as Row::take makes them of 32 values. `kept` is memory with `kept_bytes` for each block of elements.
 template <class Row, class Multiply>
 void multiply_interleaved(const char* destination, int threads, Product* product, int64_t most, int64_t tile_bytes,
-                          const Multiply& multiply) {
+                          int64_t kept_bytes, const Multiply& multiply) {
     const Operands given(destination, product);
     const int64_t blocks = given.elements / kBlock;
     // Each thread makes its own: to share them costs a barrier.
-    Row* const rows = (Row*)workspace(given.count * blocks * sizeof(Row));
+    char* const kept = (char*)workspace(blocks * (kept_bytes + given.count * sizeof(Row)));
+    Row* const rows = (Row*)(kept + blocks * kept_bytes);
     lay_together(given, most, [&](const float* values, int64_t place) { rows[place].take(values); });
     share_columns(product, threads, given.columns, 4 * kTogether, [&](int64_t begin, int64_t end) {
-        for (int64_t row = 0; row < given.count; row += most)
-            multiply(given.matrix + begin / kTogether * blocks * tile_bytes, end - begin, rows + row * blocks,
-                     std::min(most, given.count - row), blocks, given.output + row * given.columns + begin, given.columns);
+        multiply(given.matrix + begin / kTogether * blocks * tile_bytes, end - begin, rows, given.count, blocks,
+                 given.output + begin, given.columns, kept);
         if (given.addend) add(given, begin, end);
     });
 }

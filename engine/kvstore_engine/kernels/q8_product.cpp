@@ -102,14 +102,17 @@ constexpr Multiply* kMultiply[kRows] = {multiply_rows<1>, multiply_rows<2>, mult
                                         multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>};
 
 void multiply(const char* tiles, int64_t columns, const Row* rows, int64_t count, int64_t blocks, float* output,
-              int64_t stride) {
-    for (int64_t column = 0; column < columns; column += kTogether, tiles += blocks * kTileBytes)
-        kMultiply[count - 1](tiles, rows, blocks, output + column, stride);
+              int64_t stride, void*) {
+    for (int64_t row = 0; row < count; row += kRows)
+        for (int64_t column = 0; column < columns; column += kTogether)
+            kMultiply[std::min(kRows, count - row) - 1](tiles + column / kTogether * blocks * kTileBytes,
+                                                        rows + row * blocks, blocks, output + row * stride + column,
+                                                        stride);
 }
 
 }  // namespace
 
 // ggml_custom_op_t, see Operands; the matrix has a multiple of eight columns. `userdata` is a Product.
 extern "C" void KV_PRODUCT(const char* destination, int, int threads, void* userdata) {
-    multiply_interleaved<Row>(destination, threads, (Product*)userdata, kRows, kTileBytes, multiply);
+    multiply_interleaved<Row>(destination, threads, (Product*)userdata, kRows, kTileBytes, 0, multiply);
 }
