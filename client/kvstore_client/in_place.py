@@ -10,7 +10,7 @@ function raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
@@ -24,6 +24,8 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 MIN_BYTES = 1 << 20  # requesting slots costs a round trip, 0.2 ms: the copy of less takes no longer
 FIRST_BYTES, RESERVE_BYTES = 8 << 20, 64 << 20  # of the first reservation; of each one after it
+LAST_BYTES = 8 << 20  # what is left of a put, if more, goes in two messages, the last one short: it is waited for
+READ_FROM = 4  # answers that are due
 LEAST_USABLE_S = 1.0  # time that slots held ahead must have left
 _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wire.STORE_STATUS_ORPHANED})
 
@@ -60,11 +62,12 @@ class InPlacePut(PutPart):
 
     _undecided: list[int] = field(default_factory=list, init=False)
     _requested: _Requested | None = field(default=None, init=False)
+    _hold_ahead: Callable[[], None] | None = field(default=None, init=False)  # slots for the next put
     _taken: int = field(default=0, init=False)  # blocks that were written and sent
     _reserved: dict[int, _Reserved] = field(default_factory=dict, init=False)  # by number
     _current: _Reserved | None = field(default=None, init=False)
 
-    run_bytes: ClassVar = 12 << 20  # the daemon checksums a message of these while the next one is written
+    run_bytes: ClassVar = 16 << 20  # the daemon checksums a message of these while the next one is written
     send_every_s: ClassVar = 0.003
 
     def __post_init__(self) -> None:
@@ -96,11 +99,11 @@ class InPlacePut(PutPart):
                     break
                 if self._requested is None:
                     self._requested = self._request(RESERVE_BYTES)  # fewer were granted than requested
+            if self._is_worth_it(self._taken):  # the daemon grants them while it checksums the last message
+                self._hold_ahead = self._slots.request_ahead(self._size, self._taken)
             self._collect_all()
         finally:
             self._leave()
-        if self._is_worth_it(self._taken):
-            self._slots.request_ahead(self._size, self._taken)
         return sorted([*self._undecided, *self._todo])
 
     # Slots
@@ -174,6 +177,8 @@ class InPlacePut(PutPart):
         for reserved in self._reserved.values():
             if reserved.left:
                 self._slots.give_back(reserved.number)
+        if self._hold_ahead is not None:
+            self._hold_ahead()
 
     # Writing
 
@@ -186,6 +191,11 @@ class InPlacePut(PutPart):
             reserved.left -= message.written
             self._taken += message.written
             self._send()
+
+    def _room_in(self, message: StoreMessage) -> int:
+        left_bytes = (message.written + len(self._todo)) * self._slot_bytes
+        most_bytes = min(self.run_bytes, left_bytes if left_bytes <= LAST_BYTES else left_bytes * 2 // 3)
+        return max(most_bytes // self._slot_bytes, 1) - message.written
 
     def _take_run(self, most: int) -> SlotRun | None:
         reserved = self._current
@@ -201,6 +211,12 @@ class InPlacePut(PutPart):
         return SlotRun(memory, offset, count, first + 1, 1)
 
     # Answers
+
+    def _collect_answered(self) -> None:
+        """Process the answers that have arrived, once several are due: there is time while the last one is awaited, and
+        no slot is written again before."""
+        if len(self._sent) >= READ_FROM:
+            super()._collect_answered()
 
     def _collect_all(self) -> None:
         while self._sent:

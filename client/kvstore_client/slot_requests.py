@@ -1,8 +1,8 @@
 """Slots for puts in place: requested from the daemon, given back, and held ahead for the next put.
 
 A put waits a round trip for its first slots, and that is a sixth of the time of a put of 32 MiB. So when a put has
-ended, as many slots as it took are requested for the next one, which begins to write at once if it has blocks of equal
-size. Slots that no put takes within `IDLE_S` are given back.
+sent its blocks, as many slots as it took are requested for the next one, which begins to write at once if it has blocks
+of equal size. Slots that no put takes within `IDLE_S` are given back.
 
 The module owns the slots that are held ahead. It never writes to one. Invariant: granted slots are with one put, held
 ahead, or given back, however late the answer arrives.
@@ -25,6 +25,7 @@ IDLE_S: Final = 5.0
 AHEAD_BYTES: Final = 36 << 20  # held ahead at most: 32 MiB and headers
 USABLE_SHARE = 0.9  # of a reservation's time
 _AHEAD_DEADLINE_S = 1.0
+_AHEAD_WAIT_S = 0.005  # of a put that follows at once: an answer to a request of its own would come later
 _CLOSE_WAIT_S = 0.1
 _LATE_S = 1.0  # a look so late was lost with its stream
 
@@ -109,8 +110,11 @@ class SlotRequests:
 
     def take_ahead(self, size: SlotSize, usable_s: float) -> Granted | None:
         """Return the slots that are held ahead, which belong to the caller now. Return None, and give them back, unless
-        they are of `size` and may be written to for `usable_s` more seconds.
+        they are of `size` and may be written to for `usable_s` more seconds. Slots that are about to be granted are
+        waited for.
         """
+        if self._awaited is not None and self._awaited_until:
+            self._awaited.wait(_AHEAD_WAIT_S)
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -120,18 +124,23 @@ class SlotRequests:
         self.give_back(ahead.reply.reservation)
         return None
 
-    def request_ahead(self, size: SlotSize, blocks: int) -> None:
+    def request_ahead(self, size: SlotSize, blocks: int) -> Callable[[], None]:
         """Ask the daemon for `blocks` slots of `size` for the next put, unless slots are held or requested already. The
-        call does not wait for the answer.
+        call does not wait for the answer. Return a function to call once the present put needs no other answer: from
+        then on the slots are held as soon as they are granted.
         """
         blocks, now = min(blocks, AHEAD_BYTES // size.nbytes), self._clock()
         with self._lock:
             if not blocks or self._ahead is not None or now < self._awaited_until:
-                return
-            self._awaited_until = now + _AHEAD_DEADLINE_S
+                return _nothing
+            self._awaited, self._awaited_until = None, now + _AHEAD_DEADLINE_S
         call = self.request(size, blocks, _AHEAD_DEADLINE_S, ahead=True)
-        call.abandon(lambda late: self.hold(self.granted(size, late.reserve_slots, now)))
-        self._awaited = call
+
+        def hold_granted() -> None:
+            call.abandon(lambda late: self.hold(self.granted(size, late.reserve_slots, now)))
+            self._awaited = call
+
+        return hold_granted
 
     def give_back_ahead(self) -> None:
         """Give back the slots that are held ahead or about to be granted. Call it when no put follows or the stream has
@@ -173,3 +182,7 @@ class SlotRequests:
             self._call_later(left_s, self._give_back_unused)
         if unused is not None:
             self.give_back(unused.reply.reservation)
+
+
+def _nothing() -> None:
+    """Do nothing: no slots were requested."""

@@ -142,6 +142,21 @@ def test_the_next_put_writes_into_slots_that_are_held_ahead(
         assert holds(lease, payloads)
 
 
+def test_the_last_message_of_a_put_is_short(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written while the daemon checksums it."""
+    monkeypatch.setattr(in_place, "LAST_BYTES", 2 * SLOT)
+    sent, begin = list[int](), DaemonSession.begin
+
+    def begun(self: DaemonSession, request: wire.Request, deadline_s: float) -> Call:
+        sent.append(len(request.store.pages))
+        return begin(self, request, deadline_s)
+
+    monkeypatch.setattr(DaemonSession, "begin", begun)
+    assert put(session, 31) == ["stored"] * BLOCKS
+    messages = [blocks for blocks in sent if blocks]
+    assert sum(messages) == BLOCKS and messages[-1] <= 2
+
+
 def test_payload_functions_write_straight_into_the_slots(daemon: RunningDaemon, session: Session) -> None:
     payloads = payloads_of(2, BLOCKS, MODEL)
     destinations: list[Bytes] = []

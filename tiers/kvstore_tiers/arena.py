@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvstore_proto.arena import BlockHeader
+from kvstore_proto.arena import TOKEN_COUNT_OFFSET, TOKENS_OFFSET
 from kvstore_tiers.arena_memory import ArenaMemory, ArenaMode, ForeignMemory, require_arena
 from kvstore_tiers.base import Segment, Slot
 from kvstore_tiers.image import erase_header, mark_retired
@@ -28,7 +28,6 @@ from kvstore_tiers.segments import Bytes, view_at
 _WRITABLE = "+w"
 _SHUT = "-"
 _new_slot = tuple.__new__  # half the time of Slot's own
-_NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class Arena(ArenaMemory):
         self._first_generation = 1
         self._out = bytearray()
         self._returned: list[int] = []
-        self._vouched: dict[int, BlockHeader] = {}  # by offset
+        self._vouched: dict[int, bytes] = {}  # headers by offset, up to their token ids
         self.used_slots = 0
         self._witness = witness
 
@@ -298,7 +297,7 @@ class Arena(ArenaMemory):
 
     def segment(self, slot: Slot) -> Segment:
         """Return the memory of `slot` in this process, its header and its payload."""
-        vouched = self._vouched.get(slot.offset, _NO_BLOCK) if self.is_writable else None
+        vouched = self._vouched.get(slot.offset, b"") if self.is_writable else None
         return Segment(
             self.address + slot.offset, slot.nbytes, owner=self._mapping, generation=slot.generation, vouched=vouched
         )
@@ -308,12 +307,17 @@ class Arena(ArenaMemory):
         """True if clients may map this arena's memory to write to it."""
         return self.owner.endswith(_WRITABLE)
 
-    def vouch(self, slot: Slot, header: BlockHeader) -> None:
-        """Remember that this process itself wrote `header` to `slot`. A header that a client writes there later is then
-        not believed. Nothing happens in an arena that clients cannot write. Any thread may call it.
+    def vouch(self, slots: Sequence[Slot], headers: Bytes) -> None:
+        """Remember that this process itself wrote `headers`, uint8[slots, 4096], to `slots`. A header that a client
+        writes there later is then not believed. Nothing happens in an arena that clients cannot write. Any thread may
+        call it.
         """
         if self.is_writable:
-            self._vouched[slot.offset] = header
+            counts = headers[:, TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4].copy().view("<u4")
+            width = TOKENS_OFFSET + 4 * int(counts.max())
+            packed = headers[:, :width].tobytes()
+            for at, (_, offset, _, _) in enumerate(slots):
+                self._vouched[offset] = packed[at * width : (at + 1) * width]
 
     def view(self, slot: Slot) -> Bytes:
         """Return a writable array uint8[slot.nbytes] over the memory of `slot`. The caller drops it before the slot is

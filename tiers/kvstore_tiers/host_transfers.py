@@ -246,8 +246,7 @@ class HostTransfers:
         self._counters.wrote_all(len(images), sum(images.sizes))
         at = 0
         for arena, slots in self._by_arena(images.slots):
-            for number, slot in enumerate(slots if arena.is_writable else (), at):
-                arena.vouch(slot, unjudged_header(images.headers[number].tobytes()))
+            arena.vouch(slots, images.headers[at : at + len(slots)])
             at += len(slots)
 
     def _by_arena(self, slots: Sequence[Slot]) -> list[tuple[Arena, Sequence[Slot]]]:
@@ -295,7 +294,7 @@ def _vouching(arena: Arena, slot: Slot, transfer: Transfer) -> Transfer:
     def run() -> Outcome:
         outcome = transfer()
         if outcome.ok and outcome.header is not None:
-            arena.vouch(slot, outcome.header)
+            arena.vouch((slot,), np.frombuffer(outcome.header.pack(), np.uint8).reshape(1, -1))
         return outcome
 
     return run

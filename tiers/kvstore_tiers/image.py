@@ -94,7 +94,7 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
     header must equal it. The payload is not checked.
     """
     raw = buffer_at(image.address, HEADER_BYTES).raw
-    if image.vouched is not None and raw != image.vouched.pack():
+    if image.vouched is not None and raw != image.vouched.ljust(HEADER_BYTES, b"\0"):
         return "the header was written to"
     return judge_header(raw, expect_key, image.nbytes - HEADER_BYTES, image.generation or None)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore_cuda.host_copies import HASHED_MIN_BYTES, native
-from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
+from kvstore_proto.arena import ALIGNMENT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 PIECE_BYTES = 512 * 1024  # half of a server core's second-level cache, or less
@@ -43,7 +43,8 @@ class MemoryKind(Enum):
 class Segment(NamedTuple):
     """A piece of memory, `nbytes` bytes at `address`, that a transfer reads or fills. `owner` is an object that keeps
     the memory alive. If the memory is a slot, `generation` is the slot's, which is written into the header of an image
-    that is stored there. If clients can write the memory, `vouched` is the only header that is believed there.
+    that is stored there. If clients can write the memory, `vouched` is the only header that is believed there, without
+    the zeros at its end.
     """
 
     address: int
@@ -51,7 +52,7 @@ class Segment(NamedTuple):
     memory: MemoryKind = MemoryKind.SYSTEM
     owner: object = None
     generation: int = 0
-    vouched: BlockHeader | None = None
+    vouched: bytes | None = None
 
     def part(self, offset: int, nbytes: int) -> Segment:
         """Return the piece of `nbytes` bytes that begins `offset` bytes behind the start of this segment. Raises

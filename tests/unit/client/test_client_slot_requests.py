@@ -21,6 +21,8 @@ class Daemon:
         self.clock = ManualClock()
         self.asked: list[wire.ReserveSlots] = []
         self.late: list[Late | None] = []
+        self.waited_for: list[int] = []
+        self.answers_soon = False
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.requests = SlotRequests(self.begin, self.call_later, clock=self.now)
 
@@ -30,10 +32,15 @@ class Daemon:
     def begin(self, request: wire.Request, deadline_s: float) -> Call:
         self.asked.append(request.reserve_slots)
         self.late.append(None)
-        return Call(len(self.asked) - 1, self)  # type: ignore[arg-type]  # what a call needs here is `abandon`
+        return Call(len(self.asked) - 1, self)  # type: ignore[arg-type]  # `abandon` and `wait` are all it needs here
 
     def abandon(self, call: Call, late: Late | None) -> None:
         self.late[call.request_id] = late
+
+    def wait(self, call: Call, timeout_s: float) -> None:
+        self.waited_for.append(call.request_id)
+        if self.answers_soon:
+            self.answer(call.request_id)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         self.timers.append((self.now() + delay_s, function))
@@ -64,7 +71,7 @@ def daemon() -> Daemon:
 
 
 def hold(daemon: Daemon, **options: int) -> None:
-    daemon.requests.request_ahead(SIZE, 4)
+    daemon.requests.request_ahead(SIZE, 4)()
     daemon.answer(len(daemon.asked) - 1, **options)
 
 
@@ -75,6 +82,24 @@ def test_slots_are_taken_once(daemon: Daemon) -> None:
     assert daemon.requests.take_ahead(SIZE, 1.0) is None
     daemon.pass_time(2 * IDLE_S)
     assert daemon.given_back == []
+
+
+def test_slots_that_are_about_to_be_granted_are_waited_for(daemon: Daemon) -> None:
+    """A put that follows at once needs no request of its own."""
+    daemon.answers_soon = True
+    daemon.requests.request_ahead(SIZE, 4)()
+    granted = daemon.requests.take_ahead(SIZE, 1.0)
+    assert granted is not None and granted.slots == 4 and daemon.waited_for == [0]
+    assert daemon.requests.take_ahead(SIZE, 1.0) is None and daemon.waited_for == [0]
+
+
+def test_an_answer_that_another_put_may_still_read_is_not_waited_for(daemon: Daemon) -> None:
+    """The slots would be lost to both: `wait` takes the answer away from the put that requested them."""
+    hold_granted = daemon.requests.request_ahead(SIZE, 4)
+    assert daemon.requests.take_ahead(SIZE, 1.0) is None and daemon.waited_for == []
+    hold_granted()
+    daemon.answer(0)
+    assert daemon.requests.take_ahead(SIZE, 1.0) is not None
 
 
 def test_slots_of_another_size_are_given_back(daemon: Daemon) -> None:
@@ -111,8 +136,8 @@ def test_slots_held_later_live_as_long(daemon: Daemon) -> None:
 
 
 def test_one_request_is_under_way_at_a_time(daemon: Daemon) -> None:
-    daemon.requests.request_ahead(SIZE, 4)
-    daemon.requests.request_ahead(SIZE, 4)
+    daemon.requests.request_ahead(SIZE, 4)()
+    daemon.requests.request_ahead(SIZE, 4)()
     assert len(daemon.asked) == 1
     daemon.answer(0)
     daemon.requests.request_ahead(SIZE, 4)
@@ -121,7 +146,7 @@ def test_one_request_is_under_way_at_a_time(daemon: Daemon) -> None:
 
 def test_an_answer_that_was_lost_is_not_waited_for(daemon: Daemon) -> None:
     """The stream may have ended. Should it arrive all the same, the slots beyond those held are given back."""
-    daemon.requests.request_ahead(SIZE, 4)
+    daemon.requests.request_ahead(SIZE, 4)()
     daemon.pass_time(2.0)
     hold(daemon)
     daemon.answer(0)
@@ -139,7 +164,7 @@ def test_slots_are_given_back_even_if_a_look_was_lost_with_its_stream(daemon: Da
 
 
 def test_no_slot_granted_holds_none(daemon: Daemon) -> None:
-    daemon.requests.request_ahead(SIZE, 4)
+    daemon.requests.request_ahead(SIZE, 4)()
     late = daemon.late[0]
     assert late is not None
     late(wire.Response(reserve_slots=wire.ReserveSlotsReply()))

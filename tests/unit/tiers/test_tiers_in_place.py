@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+import queue
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_proto.arena import HEADER_BYTES, BlockHeader, Bytes, slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, Bytes, pack_unsummed, slot_bytes
 from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.host import HostTier
+from kvstore_tiers.host_transfers import ImageRun
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, finish, get, put
 
@@ -110,6 +112,27 @@ def test_a_forged_header_that_holds_is_not_believed(tier: HostTier, tmp_path: Pa
         assert target is not None
         source = tier.slot_segment(slot)
         assert finish(lambda done: nvme.move_in(target, source, header.key, done)).kind is OutcomeKind.CORRUPT
+
+
+@pytest.mark.parametrize("place", [8, 128, 300, HEADER_BYTES - 1])
+def test_a_stray_write_to_one_block_of_a_run_is_found(tier: HostTier, place: int) -> None:
+    """Blocks of one run have headers of different lengths."""
+    slots, headers = tier.allocate_run(3, slot_bytes(PAYLOAD_BYTES), OWNER), [block(number, 1) for number in range(3)]
+    keys, tokens, images = [header.key for header, _ in headers], [b"", b"a" * 64, b"b" * 256], ImageRun()
+    pack_unsummed(
+        images.add(slots, [tier.slot_segment(slot).address + HEADER_BYTES for slot in slots], PAYLOAD_BYTES, tier),
+        keys=keys, parents=keys, extras=keys, fingerprint=bytes(32), tenant=bytes(16), group=0, tokens=tokens,
+        payload_bytes=PAYLOAD_BYTES, depth=0, generations=[slot.generation for slot in slots], created_ns=1, kept=0,
+    )  # fmt: skip
+    stored = queue.SimpleQueue[Sequence[Outcome]]()
+    tier.write_many(images, stored.put)
+    assert all(outcome.ok for outcome in stored.get(timeout=10))
+    verified = [finish(lambda done, at=at: tier.verify(slots[at], keys[at], done)) for at in range(3)]
+    assert [outcome.header.tokens for outcome in verified if outcome.header is not None] == tokens
+    with mapped(tier, slots[1].container) as memory:
+        memory[slots[1].offset + place] ^= 1
+    kinds = [finish(lambda done, at=at: tier.verify(slots[at], keys[at], done)).kind for at in range(3)]
+    assert kinds == [OutcomeKind.DONE, OutcomeKind.CORRUPT, OutcomeKind.DONE]
 
 
 def test_a_header_in_a_slot_that_was_not_stored_is_not_believed(tier: HostTier) -> None:
