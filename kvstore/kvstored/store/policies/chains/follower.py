@@ -105,7 +105,7 @@ class ChainFollower:
         self.lru.where[row] = QUEUED
         self.lru.queues.of[tenant].push_back(row)
         self.lru.rows += 1
-        self.book.met_one(row, tenant)
+        self.book.met(rows, tenant)
         fresh.append(row)
 
     def _inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
