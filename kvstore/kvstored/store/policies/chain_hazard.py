@@ -40,7 +40,7 @@ from kvstored.store.policies.base import (
     Weighs,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
-from kvstored.store.policies.chains.eviction_order import block_value
+from kvstored.store.policies.chains.eviction_order import APART, block_value
 from kvstored.store.policies.chains.follower import HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
@@ -277,15 +277,22 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
                 return [row]
         if chains.due_s[chain]:
             return [row]
-        if is_by_worth:
+        shared = book.shared
+        if is_by_worth and shared[row]:
             candidates, now_s = follower.candidates[chains.tenant[chain]], follower.now_s
             above = self.residency.rows.parent[row]
             if above < 0 or candidates.leaving(chain, (row, above), now_s) < 2:  # before all of it is looked at
                 return [row]
             run = self.residency.run_above(row, self.tier, limit)
             return run[: candidates.leaving(chain, run, now_s)]
-        run = follower.lru.run_from(row, limit)
-        return run[: next((at for at, each in enumerate(run) if owner[each] != chain), len(run))]
+        if is_by_worth and self.residency.rows.depth[row] >= chains.length[chain] - APART:
+            return [row]
+        run = self.residency.run_above(row, self.tier, limit) if is_by_worth else follower.lru.run_from(row, limit)
+        for at in range(1, len(run)):
+            row = run[at]
+            if owner[row] != chain or shared[row]:
+                return run[:at]
+        return run
 
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
         if self._waiting.events:
