@@ -77,6 +77,7 @@ class HazardTables:
         self.ranks_at = address_of(self._ranks)
         self._made = ClassEstimates(self._paths, self._estimates, self._mixed, self._ranks)
         self._hints: Ints = untouched(2, _CELLS_MAX).view(np.int64)  # chance and next step
+        self._is_any_hinted = False
         self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
@@ -176,6 +177,7 @@ class HazardTables:
         paths = self._nodes.paths(features)
         self._packed_paths[found * (size := len(paths)) : (found + 1) * size] = paths
         self._hints[0, found], self._hints[1, found] = features.chance, features.next_step
+        self._is_any_hinted |= bool(features.chance or features.next_step)
         return found
 
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
@@ -196,7 +198,7 @@ class HazardTables:
         either = through + returns
         self.evidence += through @ np.log1p(-estimate) + returns @ np.log(estimate)
         hints = self._hints[:, cells]
-        if hints.any():
+        if self._is_any_hinted and hints.any():
             predicted = self._mixed[cells, bins] * either
             for number, factors in enumerate(self._hint_factors):
                 other = 1 - number  # what that has said already is not to be said twice
@@ -295,7 +297,7 @@ class HazardTables:
         return float(self._ranks[cell, 0])
 
     def _make(self, cells: Ints) -> None:
-        weights, is_hinted = self.weights(), self._is_ranked and self._hints[:, cells].any()
+        weights, is_hinted = self.weights(), self._is_any_hinted and self._is_ranked and self._hints[:, cells].any()
         nodes, self.lean = self._nodes, self._next_lean
         nodes.counts[0] = 0.0
         with_ranks = self._is_ranked and not is_hinted

@@ -107,7 +107,46 @@ def test_a_recorded_put_makes_room_for_neighbours_together(policy: str, monkeypa
 
     monkeypatch.setattr(replay.policy, "removed", counted)
     assert replay.run().evicted["evicted"] == 80
-    assert together == ([20] * 4 if policy == "lru" else [1, 19] * 4), "chain-hazard looks at the last one alone"
+    assert together == [20] * 4
+
+
+@pytest.mark.parametrize("capacity", [60, 400])
+def test_shared_blocks_leave_together_when_they_would_leave_one_after_another(capacity: int) -> None:
+    """Sessions that begin alike and part later: nearly all of their blocks are shared."""
+    chance, fresh = random.Random(7), iter(range(1000, 10**7))
+    builder = TraceBuilder("alike", "made", 512)
+    sessions = [[*range(40 * (number % 5), 40 * (number % 5) + 30)] for number in range(20)]
+    for at in range(300):
+        blocks = sessions[chance.randrange(20)]
+        blocks += [next(fresh) for _ in range(chance.randrange(1, 4))]
+        builder.add(round(at * 0.7 * S), blocks, input_tokens=len(blocks) * 512, output_tokens=100)
+        if len(blocks) > 70:
+            del blocks[chance.randrange(30, 60) :]
+    trace, together = builder.build(), list[int]()
+
+    def victims(*, one_by_one: bool) -> list[bytes]:
+        replay, found = Replay(trace, ReplaySettings(CHAIN_HAZARD, capacity)), list[bytes]()
+        policy, residency = replay.policy, replay.residency
+        assert isinstance(policy, ChainHazard)
+        next_victims, removed = policy.next_victims, policy.removed
+
+        def noted(rows: Sequence[int]) -> None:
+            found.extend(map(residency.key, rows))
+            shared = policy.follower.book.shared
+            together.append(sum(shared[row] > 0 for row in rows))
+            removed(rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy, "removed", noted)
+            if one_by_one:
+                patch.setattr(policy, "next_victims", lambda now_ns, limit: next_victims(now_ns, 1))
+            replay.run()
+        return found
+
+    alone = victims(one_by_one=True)
+    assert max(together) == 1
+    assert victims(one_by_one=False) == alone
+    assert max(together) > 5
 
 
 def test_what_was_refused_is_remembered_and_counts_as_used_only_if_it_was_declined() -> None:

@@ -83,7 +83,7 @@ def test_it_is_deterministic() -> None:
 
 @pytest.mark.slow
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.policies.chains.ghost._GHOST_MIN", 100)
+    monkeypatch.setattr("kvstored.store.policies.chains.ghost.GHOST_MIN", 100)
     monkeypatch.setattr("kvstored.store.policies.chains.learning._SLACK", 50)
     replay, _ = replayed(mixed_trace(3000), 100)
     assert isinstance(replay.policy, ChainHazard)
@@ -384,6 +384,27 @@ def test_the_ghost_forgets_the_oldest_generation() -> None:
         ghost.remember(name, number, 0)
     assert [ghost.owner_of(name) for name in keys] == [-1, -1, -1, 3, 4, 5]
     assert forgotten == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_what_follows_a_forgotten_block_is_forgotten_in_a_ghost_that_is_not_small(is_small: bool) -> None:
+    shelf = Shelf()
+    follower = in_force(shelf).follower
+    follower.know_tenant(0)
+    book, keys = follower.book, [key(number) for number in range(6)]
+    chain = book.chains.take()
+    for number in (0, 2, 3):
+        book.ghosts[0].remember(keys[number], chain, 1)
+    book.ghosts[0].limit = ghost_limit(0) if is_small else 10**5
+    rows: list[int] = []
+    for part in (keys[:5], keys[5:]):
+        rows += shelf.residency.store_run(
+            0, part, -1, 0, [shelf.slot() for _ in part],
+            fingerprint_id=7, group=0, payload_bytes=BLOCK_BYTES, now_ns=S,
+        )  # fmt: skip
+    known = [1, 0, 1, 1, 0, 0] if is_small else [1, 0, 0, 0, 0, 0]
+    assert [book.owner[row] for row in rows] == [chain if each else -1 for each in known]
+    assert [book.fan[row] for row in rows] == known
 
 
 def test_the_ghost_of_a_large_tier_is_no_larger_than_the_tier() -> None:

@@ -40,8 +40,8 @@ from kvstored.store.policies.base import (
     Weighs,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
-from kvstored.store.policies.chains.eviction_order import block_value
-from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
+from kvstored.store.policies.chains.eviction_order import APART, block_value
+from kvstored.store.policies.chains.follower import HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
@@ -269,16 +269,23 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
             return [row] if row >= 0 else []
         follower = self.follower
         book = follower.book
-        owner, shared, chain, chains = book.owner, book.shared, book.owner[row], book.chains
+        owner, chain, chains = book.owner, book.owner[row], book.chains
         is_by_worth = row == follower.named
         if not is_by_worth:
             is_first_of_lru = follower.is_lru and not self.shares and len(follower.candidates) == 1
             if not is_first_of_lru or chain < 0 or chains.tail[chain] != row or chains.blocked[chain]:
                 return [row]
-        # All but the last block of a chain are evicted together.
-        far = chains.length[chain] - APART
-        depth = self.residency.rows.depth[row]
-        if depth >= far or shared[row] or chains.due_s[chain]:
+        if chains.due_s[chain]:
+            return [row]
+        shared = book.shared
+        if is_by_worth and shared[row]:
+            candidates, now_s = follower.candidates[chains.tenant[chain]], follower.now_s
+            above = self.residency.rows.parent[row]
+            if above < 0 or candidates.leaving(chain, (row, above), now_s) < 2:  # before all of it is looked at
+                return [row]
+            run = self.residency.run_above(row, self.tier, limit)
+            return run[: candidates.leaving(chain, run, now_s)]
+        if is_by_worth and self.residency.rows.depth[row] >= chains.length[chain] - APART:
             return [row]
         run = self.residency.run_above(row, self.tier, limit) if is_by_worth else follower.lru.run_from(row, limit)
         for at in range(1, len(run)):

@@ -27,6 +27,7 @@ from kvstored.store.policies.base import ChainHint, RequestContext
 from kvstored.store.policies.chains.ghost import (
     FAN_BITS,
     FAN_MAX,
+    GHOST_MIN,
     NOTHING,
     SHARD_MASK,
     ChainGhost,
@@ -104,22 +105,20 @@ class ChainBook:
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
         """Note that the blocks `rows` of `tenant` are new in the tier, and give them the owner that is remembered of
-        them."""
-        keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
-        ghost = self.ghosts[tenant]
-        touched = ghost.touched
-        for row, packed in zip(rows, ghost.recall_run([keys[row] for row in rows]), strict=True):
-            owner[row], fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
-            if touched and packed >= 0 and (key := keys[row]) in touched:
-                self.shared[row], self.shared_s[row] = touched.pop(key)
-
-    def met_one(self, row: int, tenant: int) -> None:
-        """Note that the block at `row` of `tenant` is new in the tier, and give it its remembered owner."""
-        key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
-        packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
-        self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
-        if packed >= 0 and key in ghost.touched:
-            self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
+        them. What follows a forgotten block counts as forgotten, except in a small ghost, where chance says which is.
+        """
+        columns, ghost, unknown = self.residency.rows, self.ghosts[tenant], -1
+        keys, parents, touched, is_small = columns.keys, columns.parent, ghost.touched, ghost.limit <= 2 * GHOST_MIN
+        for row in rows:
+            if unknown >= 0 and parents[row] == unknown and not is_small:
+                unknown = row
+                continue
+            packed = NOTHING if (key := keys[row]) is None else ghost.packed(key)
+            unknown = row if packed < 0 else -1
+            if packed >= 0:
+                self.owner[row], self.fan[row] = packed >> FAN_BITS, packed & FAN_MAX
+                if touched and key in touched:
+                    self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
         """Note that the blocks `rows` of `chain`, the deepest first, have left the tier; `rows_here` remain."""
@@ -130,6 +129,7 @@ class ChainBook:
         ghost.remember_run([keys[row] for row in rows], chain, [fan[row] for row in rows])
         for row in rows:
             owner[row] = UNOWNED
+            fan[row] = 0
             if shared[row]:
                 key = keys[row]
                 if key is not None:
@@ -156,6 +156,7 @@ class ChainBook:
         key = columns.keys[row]
         if key is not None:
             self.ghosts[tenant].remember(key, chain, self.fan[row])
+        self.fan[row] = 0
         above = columns.parent[row]
         if not (0 <= above < len(owner) and owner[above] == chain):
             above = next_above(row, chain, columns, owner)

@@ -9,7 +9,7 @@ the next. The module owns the heap and the list of expiring chains. It does not 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.chains.book import ChainBook
 from kvstored.store.policies.chains.worths import END_OF_DISTANCE, TWICE_DEPTH, least, worths
 
+APART = 1  # so many blocks at the end of a chain are worth less than those before them: of these less is known
 _LEAST, _SHARE = 64, 8  # how many chains are drawn: so many, or an eighth of all
 _STALE_LOOKS, _STALE_SHARE = 64, 8  # a draw is stale after so many looks, or as many as an eighth of all chains,
 _STALE_S = 1.0  # or after so long: the next request that can bear a draw gets one
@@ -51,7 +52,7 @@ class Candidates:
         self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
         self._drawn_s = _NEVER_S
         self._left_by_then = 0  # blocks that had left the tier
-        self._looks_left = 0  # after so many more looks the draw is stale
+        self.looks_left = 0  # after so many more looks the draw is stale
         self._is_wanted = False  # a victim was asked for since the last draw
         self._hand = 0  # the next draw begins with this chain
 
@@ -105,7 +106,7 @@ class Candidates:
             return 0.0
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         cells = int((budget_us - took_us - MAKING_US) / CELL_US)
-        is_soon = now_s >= self._drawn_s + _STALE_S or self._looks_left <= _LOOKS_SOON
+        is_soon = now_s >= self._drawn_s + _STALE_S or self.looks_left <= _LOOKS_SOON
         if self._is_due(now_s):
             cells = _MADE_MOST
         elif budget_us < took_us * (1.0 if is_soon else _LIGHT):
@@ -115,12 +116,13 @@ class Candidates:
         self._draw(now_s)
         return took_us
 
-    def value(self, chain: int, now_s: float) -> float:
-        """Return the expected uses a second of the last block of `chain`. They are computed from the rank that the
-        chain had when it was last looked at."""
+    def value(self, chain: int, now_s: float, row: int = -1) -> float:
+        """Return the expected uses a second of the last block of `chain`, or of its block at `row`. They are computed
+        from the rank that the chain had when it was last looked at."""
         book = self._book
         chains = book.chains
-        row = chains.tail[chain]
+        if row < 0:
+            row = chains.tail[chain]
         depth = book.residency.rows.depth[row]
         distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
@@ -130,6 +132,35 @@ class Candidates:
         worth *= 1.0 + depth / TWICE_DEPTH
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
+    def leaving(self, chain: int, run: Sequence[int], now_s: float) -> int:
+        """Return how many of `run`, the last blocks of `chain`, the last one first, leave one after another: none is
+        worth more than the first, which `first` has named, and no draw is due before.
+        """
+        book = self._book
+        owner, shared, end = book.owner, book.shared, book.chains.length[chain] - APART
+        depth, looks_left = book.residency.rows.depth[run[0]], self.looks_left
+        was_shared, most = shared[run[0]], -1
+        for at in range(1, len(run)):
+            row = run[at]
+            if owner[row] != chain:
+                return at
+            if (is_shared := shared[row]) or was_shared or depth >= end:  # else it keeps its place: it is worth as much
+                if most < 0:
+                    most = len(run) if now_s < self._drawn_s + _STALE_S else self._leaving_until_due(now_s)
+                looks_left -= 1
+                if looks_left <= -_LOOKS_SOON or at >= most or self.value(chain, now_s, row) > self.value_of_first:
+                    return at
+            was_shared = is_shared
+            depth -= 1
+        return len(run)
+
+    def _leaving_until_due(self, now_s: float) -> int:
+        """Return how many blocks may leave before a draw of some age is due."""
+        if now_s >= self._drawn_s + _OLD_S:
+            return 0
+        left = self._book.left_blocks - self._left_by_then
+        return max(0, (self._residency.tier_blocks(self._tier) - left * _OLD_SHARE) // (_OLD_SHARE + 1))
+
     def value_of_new(self, chain: int, depth: int) -> float:
         """Return the expected uses a second of a block of `chain` at `depth` that is not in the tier yet."""
         book = self._book
@@ -138,13 +169,14 @@ class Candidates:
         end = 3 if distance >= 4 else END_OF_DISTANCE[max(0, distance)]  # far from the end, as nearly always
         return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / TWICE_DEPTH)
 
-    def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
+    def look_at(self, chain: int, now_s: float, looks: int = 1, row: int = -1) -> float:
         """Place `chain`, whose last block or rank has changed, in the order of eviction again. `looks` is what the call
-        counts towards the next sorting of all chains; a put counts 0, since the number of its parts is chance."""
+        counts towards the next sorting of all chains; a put counts 0, since the number of its parts is chance. Return
+        the expected uses a second of its last block, or of its block at `row`, by which it is placed."""
         book = self._book
-        worth = self.value(chain, now_s)
+        worth = self.value(chain, now_s, row)
         self._numbers += 1
-        self._looks_left -= looks
+        self.looks_left -= looks
         book.chains.entry[chain] = self._numbers
         if worth <= self._ceiling:
             entry = (worth, book.chains.order[chain], chain, self._numbers)
@@ -155,13 +187,14 @@ class Candidates:
                 heappush(heap, entry)
                 if len(heap) > 4 * book.chains.in_use + _SLACK:  # no victim was asked for in a long time
                     heap.clear()
-                    self._ceiling, self._looks_left = -1.0, 0
+                    self._ceiling, self.looks_left = -1.0, 0
+        return worth
 
     def _is_due(self, now_s: float) -> bool:
         """Return whether a victim shall wait for a draw: as long as few blocks are chosen by old ranks, that costs less
         than a draw.
         """
-        if self._looks_left <= -_LOOKS_SOON:
+        if self.looks_left <= -_LOOKS_SOON:
             return True
         if now_s < self._drawn_s + _STALE_S:
             return False
@@ -177,7 +210,7 @@ class Candidates:
         # Entries that are 0 now were of this tenant: other tenants have entries of their own.
         slots, worth = worths(book, self._tenant, begin, end, now_s)
         count = len(slots)
-        self._looks_left = max(_STALE_LOOKS, count // _STALE_SHARE)
+        self.looks_left = max(_STALE_LOOKS, count // _STALE_SHARE)
         self._drawn_s, self._left_by_then = now_s, book.left_blocks
         wanted, first = max(_LEAST, count // _SHARE), self._numbers + 1
         slots, worth, orders, self._ceiling = least(chains, slots, worth, wanted, first)

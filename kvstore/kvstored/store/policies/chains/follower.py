@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter, or_
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from kvstore_predictor.prior import shipped
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
-from kvstored.store.policies.chains.eviction_order import Candidates, PoorChains
+from kvstored.store.policies.chains.eviction_order import APART, Candidates, PoorChains
 from kvstored.store.policies.chains.guard import LruGuard
 from kvstored.store.policies.chains.learning import US_A_BLOCK
 from kvstored.store.policies.lru import Lru
@@ -27,7 +28,6 @@ from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 BY_SHAPE = ("kind", "new_blocks", "length", "turn", "answer")
 UNTRAINED_ORDERS: tuple[tuple[str, ...], ...] = (BY_SHAPE, ())  # the last knows ages alone
 HOUR_S = 3600.0
-APART = 1  # so many blocks at the end of a chain are evicted one by one: less is known of their return
 _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as promoted ones may for long
 
 
@@ -105,7 +105,7 @@ class ChainFollower:
         self.lru.where[row] = QUEUED
         self.lru.queues.of[tenant].push_back(row)
         self.lru.rows += 1
-        self.book.met_one(row, tenant)
+        self.book.met(rows, tenant)
         fresh.append(row)
 
     def _inserted_run(self, rows: Sequence[int], now_ns: int) -> None:
@@ -263,7 +263,7 @@ class ChainFollower:
     def _removed_run(self, rows: Sequence[int]) -> None:
         owner = self.book.owner
         chain = owner[rows[0]]
-        if self.fresh or chain < 0 or [owner[row] for row in rows] != [chain] * len(rows):
+        if self.fresh or chain < 0 or itemgetter(*rows)(owner).count(chain) < len(rows):
             for row in rows:
                 self.removed((row,))
         else:
@@ -275,24 +275,45 @@ class ChainFollower:
         book, row = self.book, rows[-1]
         chains = book.chains
         was_tail, had_shared = chains.tail[chain] == rows[0], book.shared[row]
+        looks, looked = self._looks_between(rows, chain) if len(rows) > 1 else (0, -1)
         book.left(rows, chain, chains.tenant[chain], self.lru.rows)
         tail = chains.tail[chain]
         if was_tail and tail >= 0:
-            self._lost(row, chain, tail, was_last=rows[0], is_equal=not had_shared)
+            self._lost(row, chain, tail, was_last=rows[0], is_equal=not had_shared, looks=looks, looked=looked)
         else:
+            self.candidates[chains.tenant[chain]].looks_left -= looks if was_tail else 0
             self.next = self.named = -1
 
-    def _lost(self, row: int, chain: int, tail: int, *, was_last: int, is_equal: bool = True) -> None:
-        """Note that `row`, and the rows below it down to `was_last`, have left; the chain ends with `tail` now."""
+    def _looks_between(self, rows: Sequence[int], chain: int) -> tuple[int, int]:
+        """Return how often `chain` would be looked at if its last blocks `rows` left one by one, before the last of
+        them did, and the row that was its last when it was looked at last.
+        """
+        shared = self.book.shared
+        is_end = self.book.chains.length[chain] - self.residency.rows.depth[rows[0]] <= APART
+        touches = itemgetter(*rows)(shared)
+        if not any(touches):
+            return int(is_end), rows[1]
+        touched = list(map(bool, touches))
+        looks = list(map(or_, [is_end or touched[0], *touched[1:-1]], touched[1:]))
+        return looks.count(True), rows[max((at for at, is_look in enumerate(looks, 1) if is_look), default=0)]
+
+    def _lost(
+        self, row: int, chain: int, tail: int, *, was_last: int, is_equal: bool = True, looks: int = 0, looked: int = -1
+    ) -> None:
+        """Note that `row`, and the rows below it down to `was_last`, have left; the chain ends with `tail` now. On the
+        way the chain should have been looked at `looks` times, when `looked` was its last row at last."""
         book = self.book
         chains = book.chains
         is_far = chains.length[chain] - self.residency.rows.depth[row] > APART
         is_equal = is_equal and not book.shared[tail] and not chains.due_s[chain]
-        if is_far and is_equal and not chains.blocked[chain]:
+        if is_far and is_equal and not chains.blocked[chain]:  # the next block is worth just as much:
             self.next, self.named = (tail if was_last == self.named else -1), -1
-            return  # the next block is worth just as much: the chain keeps its place
+            if looks:
+                candidates = self.candidates[chains.tenant[chain]]
+                self.named_worth = candidates.look_at(chain, self.now_s, looks, looked)
+            return  # the chain keeps its place
         chains.blocked[chain] = 0
-        self._look_at(chain)
+        self._look_at(chain, looks + 1)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
         """Drop everything that names the blocks `keys` of `tenant`, or all of its blocks that are not in the tier

@@ -25,7 +25,7 @@ NOTHING = -1
 SHARDS = 64
 GENERATIONS = ("young", "old")
 SHARD_MASK = SHARDS - 1
-_GHOST_MIN = 4096
+GHOST_MIN = 4096
 _GHOST_RATIO = 10  # of the tier's blocks,
 _GHOST_MANY = 1 << 18  # but no more than this, or than the tier's blocks
 TOUCHED_MAX = 4096  # blocks that others than their chain used
@@ -36,7 +36,7 @@ Chains = npt.NDArray[np.int64]
 
 def ghost_limit(rows: int) -> int:
     """Return how many removed keys one generation remembers for a tier of `rows` blocks."""
-    return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
+    return max(GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
 
 
 class Shard:
