@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -175,6 +177,12 @@ def test_signals_until_the_last_moment_do_not_spoil_the_exit_status(daemon: Runn
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.005)  # it needs some of the processor to end
     assert process.returncode == 0
+
+
+def test_a_terminals_signals_reach_the_daemon_alone(daemon: RunningDaemon) -> None:
+    processes = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
+    assert processes
+    assert os.getpgid(daemon.process.pid) not in {os.getpgid(int(each)) for each in processes}
 
 
 def test_stopping_under_load_is_orderly(daemon: RunningDaemon) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
@@ -185,3 +187,16 @@ def test_a_second_interrupt_ends_at_once(own: RunningServer) -> None:
         assert select.select([process], [], [], PATIENCE_S)[0], "the other processes end too"
         os.close(process)
     assert not stream.is_done
+
+
+def test_an_interrupt_while_the_engine_loads_its_modules_is_one_line(model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", str(model), "--port", "0", *_OPTIONS]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    assert eventually(lambda: children.read_text() != "")
+    mapped = Path(f"/proc/{children.read_text().split()[0]}/maps")
+    assert eventually(lambda: "_multiarray" in mapped.read_text())  # NumPy; most modules come after it
+    os.killpg(server.pid, signal.SIGINT)  # as a terminal does
+    assert server.wait(PATIENCE_S) == 0
+    assert (tmp_path / "log").read_text() == "kvengine: ending before it has served\n"

@@ -285,17 +285,18 @@ def _fork_its_state_process() -> None:
     state = importlib.import_module("kvstored.state.process")
 
     def fork(
-        command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], stdin: int
+        command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], stdin: int, process_group: int
     ) -> ForkedProcess | subprocess.Popen[bytes]:
         state.subprocess = subprocess  # type: ignore[attr-defined]
         if threading.active_count() > 1:
-            return subprocess.Popen(command, pass_fds=pass_fds, env=env, stdin=stdin)
+            return subprocess.Popen(command, pass_fds=pass_fds, env=env, stdin=stdin, process_group=process_group)
         sys.stdout.flush()
         sys.stderr.flush()
         if pid := os.fork():
             return ForkedProcess(pid)
         ended = 1
         try:
+            os.setpgid(0, process_group)
             unread = os.open(os.devnull, os.O_RDONLY)
             _take_over(env, os.getcwd(), [unread, 1, 2, *pass_fds], [0, 1, 2, *pass_fds])
             os.closerange(max(pass_fds) + 1, _MOST_OPEN)

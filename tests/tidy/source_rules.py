@@ -113,6 +113,17 @@ def heavy_imports(tree: ast.Module) -> set[str]:
     return found & HEAVY_IMPORTS
 
 
+def children_of_the_terminal(tree: ast.Module) -> list[str]:
+    """Calls that start a process in our process group: it gets a terminal's signals, before it can ignore them, too."""
+    return [
+        f"line {node.lineno}: needs process_group=0"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else "") in {"Popen", "create_subprocess_exec"}
+        and not {"process_group", "start_new_session"} & {keyword.arg for keyword in node.keywords}
+    ]
+
+
 def memoryview_copies(tree: ast.Module) -> list[str]:
     """Slices of a memoryview or an mmap that are assigned to: such a copy holds the GIL while it runs.
 

@@ -78,6 +78,14 @@ def test_a_heavy_module_is_imported_in_one_place_of_a_tower() -> None:
     assert {name: sorted(map(relative, where)) for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_a_terminals_signals_are_for_the_process_that_was_started_there() -> None:
+    found = []
+    for path in modules():
+        if {"testing", "bench"}.isdisjoint(path.parts) and "stdin" in (text := path.read_text()):
+            found += [f"{relative(path)}: {finding}" for finding in rules.children_of_the_terminal(ast.parse(text))]
+    assert found == []
+
+
 def test_every_package_is_typed() -> None:
     assert [name for name, path in PACKAGES.items() if not (path / "py.typed").exists()] == []
 
@@ -126,6 +134,7 @@ def test_the_rules_of_texts_find_what_they_forbid(rule: Callable[[str], object],
         (rules.vague_references, '"""Those that wait are dropped."""\n', '"""Waiting calls are dropped."""\n'),
         (rules.relative_imports, "from . import x\n", "from kvstored import x\n"),
         (rules.heavy_imports, "def f():\n    import torch\n", "if TYPE_CHECKING:\n    import torch\n"),
+        (rules.children_of_the_terminal, "subprocess.Popen(words)\n", "subprocess.Popen(words, process_group=0)\n"),
         (rules.memoryview_copies, "v = memoryview(b)\nv[0:4] = data\n", "v = np.zeros(4)\nv[0:4] = data\n"),
         (
             rules.memoryview_copies,

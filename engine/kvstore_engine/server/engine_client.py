@@ -231,6 +231,7 @@ class EngineClient:
                 self._options.encode(),
                 model.encode(),
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are for the HTTP process, also before this one can ignore them
                 pass_fds=[theirs.fileno(), model.descriptor],
             )
         loop = asyncio.get_running_loop()

@@ -87,6 +87,7 @@ class EngineWorkerProcess:
                 [sys.executable, "-P", "-m", "kvstore_engine.worker", *map(str, passed)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
+                process_group=0,  # a terminal's signals are the parent's
             )
         self._send(setup.encode())
 

@@ -103,6 +103,7 @@ class Publisher:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvstored.events.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), env=variables_of_children(), stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are the daemon's
             )  # fmt: skip
         before = {"first_number": self._before.next_first_number(), "topics": self._before.topics}
         raw = json.dumps({**self._settings, **before}).encode()

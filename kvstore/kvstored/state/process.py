@@ -102,6 +102,7 @@ class StateProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvstored.state.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), env=variables_of_children(), stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are the daemon's
             )  # fmt: skip
         ours.setblocking(False)
         self._socket = ours

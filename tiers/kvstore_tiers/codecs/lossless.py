@@ -178,6 +178,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(self._memory_fd)],
                 pass_fds=(theirs.fileno(), self._memory_fd), env=variables_of_children(), stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are the daemon's
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         return self._connection

@@ -226,6 +226,7 @@ class GpuWorkerLife:
             process = subprocess.Popen(
                 [*command, "--socket", str(others.fileno()), "--device", str(self._device), *options],
                 pass_fds=[others.fileno()], stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are the daemon's
                 env=variables_of_children() | dict(self._settings.variables),
             )  # fmt: skip
         self.starts += 1

@@ -76,6 +76,7 @@ class _Running:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvstore_tiers.remote.worker", str(theirs.fileno()), str(memory_fd)],
                 pass_fds=(theirs.fileno(), memory_fd), env=variables_of_children(), stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's signals are the daemon's
             )  # fmt: skip
         self.began_s = time.monotonic()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(SPARE_S), 0))

@@ -144,6 +144,7 @@ class Scrubber:
         worker = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvstored.health.scrub.worker", json.dumps(asdict(settings)),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            process_group=0,  # a terminal's signals are the daemon's
         )  # fmt: skip
         assert worker.stdin is not None and worker.stdout is not None
         self.report.state, self.report.pid = "waiting", worker.pid
