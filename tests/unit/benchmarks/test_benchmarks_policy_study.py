@@ -84,7 +84,7 @@ def test_hit_ratios_are_the_simulators(traces: Path, capsys: pytest.CaptureFixtu
 def test_knowing_the_future_is_worth_more_the_more_is_known(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = study(
         capsys, traces / "made-up-chat.jsonl.gz", "--sections", "hints,oracle", "--parts", "whole",
-        "--capacity", "0.02", "--draws", "2", "--hints", "will-continue:0.95,queue:30",
+        "--capacity", "0.1", "--draws", "2", "--hints", "will-continue:0.95,queue:30",
     )  # fmt: skip
     (hinted,) = report["hints"]
     assert hinted["gain_n"] == 2
