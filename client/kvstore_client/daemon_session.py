@@ -189,8 +189,10 @@ class DaemonSession:
 
     def release(self, lease_id: int) -> None:
         """Give the lease `lease_id` back to the daemon. If a later session has taken the lease over, it is given back
-        there.
+        there. In a forked child it does nothing.
         """
+        if not self.stream.is_ours:
+            return
         with self._succession:
             self._held.discard(lease_id)  # enough without a session: the next one gives back what is not held
             successor = self._successor

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -51,6 +52,7 @@ class RequestStream:
         self.health = health
         self._last_words = ""
         self.ended = ""  # why, once it has
+        self._pid = os.getpid()
         self._transport = transport
         transport.start(self)
         if unreleased:
@@ -65,10 +67,18 @@ class RequestStream:
         """The bytes of block payload inside the messages of this stream, in both directions."""
         return self._transport.codec.payload_bytes
 
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, where a lock that another thread held at the fork is never released."""
+        return os.getpid() == self._pid
+
     def submit(self, request: wire.Request) -> Call:
         """Send `request`, whose number is set here, and return the call to wait on. It never blocks; if the stream has
-        ended, the call has an error as its answer.
+        ended, or is a parent process's, the call has an error as its answer.
         """
+        if not self.is_ours:
+            (call := Call(0, self)).answer(_ended(0, "the stream is the parent process's"))
+            return call
         if request.HasField("delete"):
             self.send_releases()  # a lease that was given back must not protect its blocks
         call = Call(next(self._ids), self)
@@ -89,6 +99,8 @@ class RequestStream:
         """Stop waiting for the answers to `call`. If `late` is given, it is called with each answer that has just
         arrived or still arrives. A thread that still waits gets the last answer.
         """
+        if not self.is_ours:
+            return
         answered = []
         with self._lock:
             while (answer := call.taken()) is not None:
@@ -106,6 +118,8 @@ class RequestStream:
         """Stop waiting for the answers to `call`, and ask the daemon to end its work on it. `late` is called with each
         answer that still arrives.
         """
+        if not self.is_ours:
+            return
         self.abandon(call, late)
         with self._lock:
             is_under_way = call.request_id in self._waiting
@@ -139,6 +153,8 @@ class RequestStream:
         """Give the leases with the numbers `lease_ids` back within milliseconds, in one message together with other
         releases. It does not wait.
         """
+        if not self.is_ours:
+            return
         self._unreleased.extend(lease_ids)
         self._nudge_releases()
 
@@ -219,6 +235,8 @@ class RequestStream:
         """Send the releases of all leases that were given back and not sent yet. Return True while the daemon has not
         confirmed all releases.
         """
+        if not self.is_ours:
+            return False
         with self._releasing:
             while (request := self._next_releases()) is not None:
                 self._transport.send(request)

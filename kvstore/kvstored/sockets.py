@@ -19,6 +19,7 @@ from kvstored.process import is_unmapped
 log = logging.getLogger(__name__)
 BACKLOG = 1024  # a client that finds it full has to try again
 MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
+_SO_PASSRIGHTS = 83  # <asm-generic/socket.h>
 
 
 class SocketError(Exception):
@@ -143,6 +144,14 @@ def _bound_seqpacket(path: Path) -> socket.socket:
         listener.close()
         raise SocketError(f"cannot listen on {path}: {error.strerror or error}") from None
     return listener
+
+
+def refuse_descriptors(receiver: socket.socket) -> None:
+    """Have the kernel refuse descriptors that clients send to `receiver`, a Unix socket, or to what `receiver` accepts.
+    To drop one may take as long as its sender wants, such as a TCP socket that lingers. Linux before 6.16 cannot.
+    """
+    with contextlib.suppress(OSError):
+        receiver.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def open_to_group(path: Path, group: str) -> None:

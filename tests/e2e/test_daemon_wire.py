@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvstore_proto.framing import frame
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.conversations import model, payloads_of, tokens_of
@@ -231,21 +233,28 @@ def test_clients_over_the_limit_are_refused_and_welcome_again_later(daemon: Runn
         assert later.refused is None
 
 
-def test_descriptors_sent_to_the_daemon_are_not_kept(daemon: RunningDaemon) -> None:
-    def descriptors() -> int:
-        return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+def kernel_refuses_descriptors() -> bool:
+    """Return whether a Unix socket can have it so, from Linux 6.16 on."""
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
+        return True
+    return False
 
+
+def test_descriptors_sent_to_the_daemon_are_not_kept_and_refused_where_the_kernel_can(daemon: RunningDaemon) -> None:
+    """A daemon that drops a TCP socket which lingers answers nobody for as long as the sender wants."""
     assert eventually(lambda: daemon.status().clients == 0)
     with RawClient(daemon.socket_dir, MODEL) as client:
-        before = descriptors()
-        reading, writing = os.pipe()
+        _, descriptor = client.shake(hs.ClientPacket(direct_stream=hs.DirectStreamRequest()))
+        before = daemon.descriptors()
         packet = hs.ClientPacket(arena=hs.ArenaRequest(arena_id=10**6)).SerializeToString()
-        for _ in range(10):
-            socket.send_fds(client.connection, [packet], [reading, writing])
-            client.connection.recv(1 << 17)
-        os.close(reading)
-        os.close(writing)
-        assert descriptors() <= before + 5, "20 were sent"
+        ping = frame(pb.Request(request_id=1, ping=pb.Ping()).SerializeToString())
+        with socket.socket(fileno=descriptor) as stream, open(os.devnull) as reading, open(os.devnull) as writing:
+            for connection, data in ((client.connection, packet), (stream, ping)) * 10:
+                with pytest.raises(PermissionError) if kernel_refuses_descriptors() else contextlib.nullcontext():
+                    socket.send_fds(connection, [data], [reading.fileno(), writing.fileno()])
+                    connection.recv(1 << 17)
+            assert daemon.descriptors() <= before + 5, "40 were sent"
 
 
 def test_a_clients_staging_memory_goes_with_it(daemon: RunningDaemon) -> None:

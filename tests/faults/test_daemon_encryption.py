@@ -178,8 +178,9 @@ def test_without_the_right_key_the_start_is_refused_and_nothing_is_lost(daemon: 
     keys = daemon.state_dir / "keys"
     kept = keys.read_bytes()
     daemon.settings = right
-    keys.write_bytes(kept[:-40])
-    must_be_refused(daemon, "keys is damaged")
+    for damaged in (kept[:-40], b"[" * 100_000):
+        keys.write_bytes(damaged)
+        must_be_refused(daemon, "keys is damaged")
     keys.unlink()
     must_be_refused(daemon, f"{BLOCKS} encrypted blocks", "--new-secret")
     must_be_refused(daemon, f"{BLOCKS} encrypted blocks", "--new-secret")  # and at each further start

@@ -28,6 +28,7 @@ from kvstored.clients.sessions import FULL_RETRY_MS, ClientSession
 from kvstored.clients.tenants import Peer, read_peer
 from kvstored.config.schema import LimitsSection
 from kvstored.process import ticks_now
+from kvstored.sockets import refuse_descriptors
 
 log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 128 * 1024
@@ -61,6 +62,7 @@ class HandshakeServer:
         callers: clients of the tenant `socket_of`, or all if it is "". Connected clients stay."""
         self.stop(socket_of)
         listener.setblocking(False)
+        refuse_descriptors(listener)
         self._listeners[socket_of] = _Listener(listener, socket_of)
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, self._listeners[socket_of])
 

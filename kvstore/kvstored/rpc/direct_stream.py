@@ -22,6 +22,7 @@ from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices, error_reply
+from kvstored.sockets import refuse_descriptors
 
 log = logging.getLogger(__name__)
 TURN_NS = 500_000  # for the requests of one client, while others wait
@@ -49,6 +50,7 @@ class DirectStreams:
         except OSError as error:
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"no stream can be made: {error.strerror}") from None
         ours.setblocking(False)
+        refuse_descriptors(ours)
         before = self._of_session.get(session.session_id)
         if before is not None:
             before.abort()  # its client has asked for another one, and reads this one no more

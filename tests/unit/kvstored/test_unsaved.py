@@ -205,7 +205,11 @@ def test_a_listing_that_cannot_be_written_keeps_who_was_in_it(tmp_path: Path) ->
     assert unsaved.sentences() == [] and ListedUsers(tmp_path, unsaved).narrowed(before) == set()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b'{"team": [[1, []]]}', b'{"team": 5}', b'{"team": [[1]]}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"[" * 100_000, b'{"team": [[1, []]]}', b'{"team": 5}', b'{"team": [[1]]}'],
+    ids=range(7),
+)
 def test_a_spoilt_listing_stands_for_everybody(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "listing.json").write_bytes(content)
     listed = ListedUsers(tmp_path, Unsaved())

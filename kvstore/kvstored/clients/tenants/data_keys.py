@@ -147,7 +147,7 @@ class DataKeyFile(DataKeys):
             for master in filter(None, (self._master, former)):
                 if hmac.compare_digest(str(document["check"]), _check(master)):
                     return _unwrapped(document["keys"], master), master is not self._master
-        except (ValueError, KeyError, TypeError, AttributeError, InvalidTag):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidTag):
             if anew:
                 return None, False
             raise ConfigError(

@@ -39,7 +39,7 @@ class ListedUsers:
             self._saved = _parsed(self.path.read_bytes())
         except FileNotFoundError:
             self._saved = {}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             log.warning("%s cannot be read (%s): tenants' memory is used for no new blocks", self.path, error)
 
     def narrowed(self, sections: Sequence[TenantSection]) -> set[str]:
@@ -87,7 +87,7 @@ def _content(users: Mapping[str, Users]) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Users]:
-    """Return the users in a file's `content`. Raises ValueError and TypeError."""
+    """Return the users in a file's `content`. Raises ValueError, TypeError and RecursionError."""
     found = json.loads(content)
     if not isinstance(found, dict):
         raise ValueError("it is no object")
