@@ -5,6 +5,7 @@ The module owns the checks that keep a wrong input from ggml and the kernels, wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -74,37 +75,50 @@ def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs
     """
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")
-    counts = np.array([len(piece.tokens) for piece in slices], np.int64)
-    total = int(counts.sum())
+    counts = [len(piece.tokens) for piece in slices]
+    total = sum(counts)
     if total > limits.max_tokens:
         raise ValueError(f"a step takes at most {limits.max_tokens} tokens, not {total}")
-    starts = np.array([piece.start for piece in slices], np.int64)
-    ends, size = starts + counts, limits.block_tokens
-    used = -(-ends // size)
-    tables = [piece.block_table[:blocks] for piece, blocks in zip(slices, used.tolist(), strict=True)]
-    if not _is_sound(slices, counts, starts, ends, used, tables, limits):
+    # Plain lists: a decode step has few rows, for which they are quicker than arrays.
+    ends = [piece.start + count for piece, count in zip(slices, counts, strict=True)]
+    used = [-(-end // limits.block_tokens) for end in ends]
+    tables = [piece.block_table[:blocks] for piece, blocks in zip(slices, used, strict=True)]
+    if not _is_sound(slices, counts, ends, used, tables, limits):
         for piece in slices:
             _check(piece, limits)  # says what is wrong
-    # Of all sequences at once: a decode step has many, of one token each.
-    firsts = np.cumsum(counts) - counts
-    positions = np.arange(total) + np.repeat(starts - firsts, counts)
-    places = np.repeat(np.cumsum(used) - used, counts) + positions // size
-    slots = np.concatenate(tables).astype(np.int64)[places] * size + positions % size
+    positions = [position for piece, end in zip(slices, ends, strict=True) for position in range(piece.start, end)]
+    slots = _slots(slices, ends, tables, limits)
     window_slots = None
     if limits.window_blocks:
-        windows = [_window_table(piece, blocks, limits) for piece, blocks in zip(slices, used.tolist(), strict=True)]
-        window_slots = np.concatenate(windows).astype(np.int64)[places] * size + positions % size
-    for each in (slots, window_slots):
-        if each is not None and len(slices) > 1 and len(set(each.tolist())) != total:
-            raise ValueError("two tokens of one step would be written to the same place in the pool")
-    sequences = np.zeros((len(slices), 4), np.int32)
-    sequences[:, 0], sequences[:, 1], sequences[:, 2] = firsts, counts, ends
-    sequences[:, 3] = [piece.read_pages for piece in slices]
-    if ((sequences[:, 3] != 0) & ((counts != 1) | (sequences[:, 3] < LEAST_PAGES) | (limits.selection is None))).any():
-        raise ValueError(f"a slice of one token may read {LEAST_PAGES} pages or more, where the pool has page bounds")
+        windows = [_window_table(piece, blocks, limits) for piece, blocks in zip(slices, used, strict=True)]
+        window_slots = _slots(slices, ends, windows, limits)
+    firsts = [behind - count for behind, count in zip(accumulate(counts), counts, strict=True)]
+    pages = [piece.read_pages for piece in slices]
+    for read, count in zip(pages, counts, strict=True):
+        if read and (count != 1 or read < LEAST_PAGES or limits.selection is None):
+            raise ValueError(
+                f"a slice of one token may read {LEAST_PAGES} pages or more, where the pool has page bounds"
+            )
+    sequences = np.array(list(zip(firsts, counts, ends, pages, strict=True)), np.int32)
     tokens = np.concatenate([piece.tokens for piece in slices]).astype(np.int32, copy=False)
     outputs = _outputs(slices, firsts, counts)
-    return StepInputs(tokens, positions.astype(np.int32), slots, outputs, sequences, window_slots)
+    return StepInputs(tokens, np.array(positions, np.int32), slots, outputs, sequences, window_slots)
+
+
+def _slots(
+    slices: Sequence[SequenceSlice], ends: Sequence[int], tables: Sequence[Int32Array], limits: StepLimits
+) -> Int64Array:
+    """Return the place of each row of `slices` in the pool whose blocks `tables` name. Raises ValueError if two rows
+    have the same place.
+    """
+    size, slots = limits.block_tokens, list[int]()
+    for piece, end, table in zip(slices, ends, tables, strict=True):
+        first = piece.start // size
+        blocks = table[first:].tolist()
+        slots += [blocks[at // size - first] * size + at % size for at in range(piece.start, end)]
+    if len(slices) > 1 and len(set(slots)) != len(slots):
+        raise ValueError("two tokens of one step would be written to the same place in the pool")
+    return np.array(slots, np.int64)
 
 
 def _window_table(piece: SequenceSlice, used: int, limits: StepLimits) -> Int32Array:
@@ -117,31 +131,30 @@ def _window_table(piece: SequenceSlice, used: int, limits: StepLimits) -> Int32A
     return table
 
 
-def _outputs(slices: Sequence[SequenceSlice], firsts: Int64Array, counts: Int64Array) -> Int32Array:
-    if all(piece.outputs == "last" for piece in slices):
-        return (firsts + counts - 1).astype(np.int32)
+def _outputs(slices: Sequence[SequenceSlice], firsts: Sequence[int], counts: Sequence[int]) -> Int32Array:
     rows: list[int] = []
-    for piece, first, last in zip(slices, firsts.tolist(), (firsts + counts).tolist(), strict=True):
-        rows += {"last": [last - 1], "none": ()}.get(piece.outputs, range(first, last))
+    for piece, first, count in zip(slices, firsts, counts, strict=True):
+        last = first + count
+        rows += {"last": (last - 1,), "none": ()}.get(piece.outputs, range(first, last))
     return np.array(rows, np.int32)
 
 
 def _is_sound(
     slices: Sequence[SequenceSlice],
-    counts: Int64Array,
-    starts: Int64Array,
-    ends: Int64Array,
-    used: Int64Array,
+    counts: Sequence[int],
+    ends: Sequence[int],
+    used: Sequence[int],
     tables: Sequence[Int32Array],
     limits: StepLimits,
 ) -> bool:
     """Return whether `_check` would find nothing in any slice, by one test of all."""
-    if not counts.all() or starts.min() < 0 or ends.max() > limits.max_context:
+    if not all(counts) or min(piece.start for piece in slices) < 0 or max(ends) > limits.max_context:
         return False
-    if any(piece.tokens.ndim != 1 for piece in slices) or [len(table) for table in tables] != used.tolist():
+    if any(piece.tokens.ndim != 1 for piece in slices) or [len(table) for table in tables] != used:
         return False
-    tokens, blocks = (np.concatenate(arrays) for arrays in ([piece.tokens for piece in slices], tables))
-    in_vocabulary = tokens.min() >= 0 and tokens.max() < limits.vocabulary
+    tokens = [token for piece in slices for token in piece.tokens.tolist()]
+    blocks = np.concatenate(tables)
+    in_vocabulary = min(tokens) >= 0 and max(tokens) < limits.vocabulary
     return bool(in_vocabulary and blocks.min() >= 0 and blocks.max() < limits.pool_blocks)
 
 
