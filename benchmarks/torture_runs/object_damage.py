@@ -147,7 +147,7 @@ def _judge(daemon: MortalDaemon, record: Record, damaged: set[bytes], figures: F
             except KVStoreError as error:
                 if error.kind is not ErrorKind.UNAVAILABLE or not (damaged or version in record.going):
                     figures.fail("durable_lost", f"{version}: {error.message}")
-                figures.add("reads_refused")
+                figures.add_kind("reads_refused", error.kind.value)
         for version in sorted(record.there):
             if damaged:  # older versions of a name cannot be put again under their number
                 _repair(store, record, version, figures)

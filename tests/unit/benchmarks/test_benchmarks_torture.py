@@ -215,3 +215,12 @@ def test_every_lane_runs_in_a_folder_of_its_own_and_its_crash_is_reported(tmp_pa
     with pytest.raises(RuntimeError, match="lane 0 ended with status 1; lane 1 ended with status 1"):
         module("torture_runs.run_harness").in_lanes("no_such_harness", 2, assignment, figures.Figures())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_a_figure_of_several_harnesses_is_counted_in_one_way_by_all() -> None:
+    named: dict[str, set[str]] = {"add": set(), "add_kind": set()}
+    for path in (BENCHMARKS / "torture_runs").glob("*.py"):
+        for way, name in re.findall(r'figures\.(add|add_kind)\("(\w+)"', path.read_text()):
+            named[way].add(name)
+    assert "reads_refused" in named["add_kind"]
+    assert named["add"].isdisjoint(named["add_kind"])
